@@ -1,0 +1,1 @@
+"""A data plane for reinforcement-learning post-training on Ray."""

@@ -1,0 +1,401 @@
+"""`DataProto`: a batch of rows with the method names and semantics of `verl.DataProto`."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from mooncake_ray.data import ops
+from mooncake_ray.data.equality import values_equal
+from mooncake_ray.data.item import DataProtoItem
+from mooncake_ray.errors import SchemaError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class DataProto:
+    """A batch of rows: tensor columns, array columns, and facts about the batch as a whole.
+
+    The three dicts are the batch's own (shallow copies of what the constructor got); the columns
+    in them share storage with the caller's. A field name is used by one of the two column parts
+    only. A batch without any column has no rows.
+
+    Attributes:
+        batch: Dense tensors of shape (rows, ...), of any dtype.
+        non_tensor_batch: Arrays of shape (rows, ...), of any dtype, often object.
+        meta_info: Values that belong to no row.
+    """
+
+    def __init__(
+        self,
+        batch: Mapping[str, torch.Tensor] | None = None,
+        non_tensor_batch: Mapping[str, np.ndarray] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Wraps columns without copying them.
+
+        A subclass must accept these three keyword arguments: results are built with them.
+
+        Raises:
+            SchemaError: See `check_consistency`.
+        """
+        self.batch: dict[str, torch.Tensor] = ops.own_dict(batch, "batch")
+        self.non_tensor_batch: dict[str, np.ndarray] = ops.own_dict(non_tensor_batch, "non_tensor_batch")
+        self.meta_info: dict[str, Any] = ops.own_dict(meta_info, "meta_info")
+        self.check_consistency()
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Builds a batch from separate dicts.
+
+        Args:
+            tensors: Tensors of shape (rows, ...).
+            non_tensors: Arrays of shape (rows, ...), or sequences with one element per row, which
+                become object arrays of shape (rows,).
+            meta_info: Values that belong to no row.
+
+        Returns:
+            A batch that shares the storage of tensors and arrays.
+        """
+        columns = {
+            name: value if isinstance(value, np.ndarray) else ops.object_column(name, value)
+            for name, value in ops.own_dict(non_tensors, "non_tensors").items()
+        }
+        return cls(batch=tensors, non_tensor_batch=columns, meta_info=meta_info)
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, torch.Tensor | np.ndarray], meta_info: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Builds a batch from one dict: tensors go to `batch`, arrays to `non_tensor_batch`.
+
+        Returns:
+            A batch that shares the storage of the columns.
+
+        Raises:
+            SchemaError: A value is neither a tensor nor an array.
+        """
+        tensors, arrays = ops.split_by_type(ops.own_dict(data, "data"))
+        return cls(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)
+
+    def check_consistency(self) -> None:
+        """Checks the columns, for use after editing the dicts directly.
+
+        Raises:
+            SchemaError: A column has the wrong type, no row dimension, another number of rows than
+                the first column, or a name that both parts use.
+        """
+        ops.check_columns(self.batch, self.non_tensor_batch)
+
+    def __len__(self) -> int:
+        return ops.row_count(self.batch, self.non_tensor_batch) or 0
+
+    def __repr__(self) -> str:
+        columns = ops.describe_columns(self.batch, self.non_tensor_batch)
+        return f"{type(self).__name__}(rows={len(self)}, {columns}, meta_info={list(self.meta_info)})"
+
+    def equals(self, other: object) -> bool:
+        """Compares bit by bit: the same fields, dtypes, shapes and bits, and the same meta_info.
+
+        NaNs are equal where their bits are, and 0.0 differs from -0.0. The order of the fields,
+        strides and devices do not matter.
+        """
+        if not isinstance(other, DataProto):
+            return False
+        mine = (self.batch, self.non_tensor_batch, self.meta_info)
+        theirs = (other.batch, other.non_tensor_batch, other.meta_info)
+        return values_equal(mine, theirs, exact=True)
+
+    def __getitem__(self, item: Any) -> Any:
+        """Selects rows.
+
+        Args:
+            item: An int, a slice, or a list, array or tensor of row numbers or of booleans.
+
+        Returns:
+            For an int a `DataProtoItem`, whose rows are views. For a slice see `slice`, otherwise
+            see `select_idxs`.
+        """
+        if isinstance(item, builtins.slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, list | np.ndarray | torch.Tensor):
+            return self.select_idxs(item)
+        if isinstance(item, int | np.integer) and not isinstance(item, bool):
+            rows = len(self)
+            if not -rows <= item < rows:
+                raise IndexError(f"row {item} is out of range for {rows} rows")
+            tensors = {name: tensor[item] for name, tensor in self.batch.items()}
+            elements = {name: array[item] for name, array in self.non_tensor_batch.items()}
+            return DataProtoItem(tensors, elements, dict(self.meta_info))
+        raise TypeError(
+            f"rows cannot be indexed with {type(item).__name__}, "
+            "expected an int, slice, list, numpy.ndarray or torch.Tensor"
+        )
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """Selects a range of rows, like `data[start:end:step]`.
+
+        Returns:
+            A batch whose columns are views of this one's.
+
+        Raises:
+            ValueError: `step` is not positive; torch has no views with negative strides.
+        """
+        if step is not None and step < 1:
+            raise ValueError(f"step must be at least 1, got {step}")
+        rows = builtins.slice(start, end, step)
+        tensors = {name: tensor[rows] for name, tensor in self.batch.items()}
+        arrays = {name: array[rows] for name, array in self.non_tensor_batch.items()}
+        return type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=self.meta_info)
+
+    def select_idxs(self, idxs: ops.RowIndex) -> Self:
+        """Selects rows by number or by mask, in the given order and as often as given.
+
+        Args:
+            idxs: 1-D row numbers (negative ones count from the end), or booleans of length rows.
+
+        Returns:
+            A batch of copies of the selected rows.
+
+        Raises:
+            IndexError: A number is out of range, or the index has a wrong shape, length or dtype.
+        """
+        return self._take(ops.row_numbers(idxs, len(self)))
+
+    def _take(self, numbers: np.ndarray) -> Self:
+        tensors = {name: ops.take_rows(tensor, numbers) for name, tensor in self.batch.items()}
+        arrays = {name: array[numbers] for name, array in self.non_tensor_batch.items()}
+        return type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=self.meta_info)
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> Self:
+        """Selects fields; None keeps all fields of that part.
+
+        Args:
+            batch_keys: Names of tensor columns.
+            non_tensor_batch_keys: Names of array columns.
+            meta_info_keys: Keys of meta_info.
+            deepcopy: Copy array columns and meta_info. Tensors are shared in any case.
+
+        Returns:
+            A batch that shares its columns with this one.
+
+        Raises:
+            KeyError: A name is unknown.
+        """
+        tensors, arrays, meta = self.batch, self.non_tensor_batch, self.meta_info
+        if batch_keys is not None:
+            tensors = ops.pick(tensors, ops.as_names(batch_keys), "batch")
+        if non_tensor_batch_keys is not None:
+            arrays = ops.pick(arrays, ops.as_names(non_tensor_batch_keys), "non_tensor_batch")
+        if meta_info_keys is not None:
+            meta = ops.pick(meta, ops.as_names(meta_info_keys), "meta_info")
+        if deepcopy:
+            arrays, meta = copy.deepcopy(arrays), copy.deepcopy(meta)
+        return type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=meta)
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> Self:
+        """Takes fields out of this batch; None takes none of that part.
+
+        Returns:
+            A batch of the fields taken out, nothing copied.
+
+        Raises:
+            KeyError: A name is unknown. Nothing has been taken out then.
+        """
+        tensors = ops.pick(self.batch, ops.as_names(batch_keys), "batch")
+        arrays = ops.pick(self.non_tensor_batch, ops.as_names(non_tensor_batch_keys), "non_tensor_batch")
+        meta = ops.pick(self.meta_info, ops.as_names(meta_info_keys), "meta_info")
+        popped = type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=meta)
+        parts = ((self.batch, tensors), (self.non_tensor_batch, arrays), (self.meta_info, meta))
+        for fields, taken in parts:
+            for name in taken:
+                del fields[name]
+        return popped
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
+        """Renames tensor columns in place, and returns this batch.
+
+        Args:
+            old_keys: One name or a list of names in `batch`.
+            new_keys: As many new names. Two columns may swap their names.
+
+        Raises:
+            KeyError: An old name is unknown.
+            ValueError: The lists differ in length, or a new name would be used twice.
+        """
+        self.batch = ops.renamed(self.batch, old_keys, new_keys, others=self.non_tensor_batch)
+        return self
+
+    def union(self, other: DataProto) -> Self:
+        """Adds the fields of another batch of the same rows in place, and returns this batch.
+
+        Args:
+            other: It is not changed; its columns are shared, not copied.
+
+        Raises:
+            SchemaError: The row counts differ, or both have a field with unequal values, dtypes or
+                shapes (NaN equals NaN). Nothing has been added then.
+        """
+        if not isinstance(other, DataProto):
+            raise SchemaError(f"union with a {type(other).__name__}, expected a DataProto")
+        batch = ops.merged(self.batch, other.batch, "batch")
+        arrays = ops.merged(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch")
+        meta = ops.merged(self.meta_info, other.meta_info, "meta_info")
+        ops.check_columns(batch, arrays)
+        self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, meta
+        return self
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """Cuts the rows into `chunks` batches of equal size.
+
+        Returns:
+            Batches whose columns are views of this one's.
+
+        Raises:
+            ValueError: The rows cannot be divided evenly.
+        """
+        if chunks < 1:
+            raise ValueError(f"chunks must be at least 1, got {chunks}")
+        size, rest = divmod(len(self), chunks)
+        if rest:
+            raise ValueError(f"{len(self)} rows cannot be divided into {chunks} equal chunks")
+        return [self.slice(i * size, (i + 1) * size) for i in range(chunks)]
+
+    def split(self, split_size: int) -> list[Self]:
+        """Cuts the rows into batches of `split_size`; the last one may be smaller.
+
+        Returns:
+            Batches whose columns are views of this one's.
+        """
+        if split_size < 1:
+            raise ValueError(f"split_size must be at least 1, got {split_size}")
+        return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """Joins batches along the rows.
+
+        Args:
+            data: At least one batch, all with the same fields, tensor dtypes and row shapes.
+
+        Returns:
+            A batch of the first one's type with new storage. In meta_info, `metrics` becomes a dict
+            of lists over the batches; every other key keeps its value.
+
+        Raises:
+            ValueError: `data` is empty.
+            SchemaError: Fields, dtypes, row shapes or meta_info disagree.
+        """
+        if not data:
+            raise ValueError("cannot concat an empty list, expected at least one batch")
+        for item in data:
+            if not isinstance(item, DataProto):
+                raise SchemaError(f"concat of a {type(item).__name__}, expected a DataProto")
+        batches = [item.batch for item in data]
+        arrays = [item.non_tensor_batch for item in data]
+        return type(data[0])(
+            batch=ops.join_fields(batches, "batch", ops.join_tensors),
+            non_tensor_batch=ops.join_fields(arrays, "non_tensor_batch", ops.join_arrays),
+            meta_info=ops.join_meta([item.meta_info for item in data]),
+        )
+
+    def reorder(self, indices: ops.RowIndex) -> None:
+        """Replaces the rows by `select_idxs(indices)`, in place. The old storage is not written to."""
+        ordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Repeats every row.
+
+        Args:
+            repeat_times: How often; at least 0.
+            interleave: True gives rows 0, 0, 1, 1; False gives 0, 1, 0, 1.
+
+        Returns:
+            A batch of rows * repeat_times copies.
+        """
+        if repeat_times < 0:
+            raise ValueError(f"repeat_times must be at least 0, got {repeat_times}")
+        rows = np.arange(len(self))
+        return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Self]:
+        """Iterates over mini-batches.
+
+        Args:
+            mini_batch_size: Rows of a mini-batch; must divide the rows of this batch.
+            epochs: How often to go over all rows.
+            seed: Seeds the order. It has an effect only if `dataloader_kwargs` asks for shuffling.
+            dataloader_kwargs: More arguments of `torch.utils.data.DataLoader`, as `shuffle=True`.
+
+        Returns:
+            An iterator of rows * epochs / mini_batch_size batches of copied rows.
+        """
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise ValueError(
+                f"mini_batch_size must be positive and divide the {len(self)} rows, got {mini_batch_size}"
+            )
+        # A loader of row numbers draws the same order as one of rows, and needs no joining of rows.
+        loader: Iterable[list[int]] = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]
+            batch_size=mini_batch_size,
+            collate_fn=list,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
+            **(dataloader_kwargs or {}),
+        )
+        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
+
+    def to(self, device: torch.device | str | int) -> Self:
+        """Moves the tensor columns to a device, in place, and returns this batch."""
+        self.batch = {name: tensor.to(device) for name, tensor in self.batch.items()}
+        return self
+
+    def to_verl(self) -> Any:
+        """Returns a `verl.DataProto` that shares the columns. Needs verl."""
+        from verl import DataProto as VerlDataProto
+
+        return VerlDataProto.from_dict(
+            tensors=dict(self.batch), non_tensors=dict(self.non_tensor_batch), meta_info=dict(self.meta_info)
+        )
+
+    @classmethod
+    def from_verl(cls, data: Any) -> Self:
+        """Returns a batch that shares the columns of a `verl.DataProto`. Needs verl.
+
+        Raises:
+            SchemaError: `data` is something else, or has a nested tensor.
+        """
+        from verl import DataProto as VerlDataProto
+
+        if not isinstance(data, VerlDataProto):
+            raise SchemaError(f"got a {type(data).__name__}, expected a verl.DataProto")
+        return cls(batch=data.batch, non_tensor_batch=data.non_tensor_batch, meta_info=data.meta_info)

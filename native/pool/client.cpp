@@ -1,0 +1,456 @@
+#include "client.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace mcr {
+namespace {
+
+Request request(Op op, ObjectId id = {}, const ClaimKey& key = {}, uint16_t flags = 0) {
+  Request q;
+  q.op = uint16_t(op);
+  q.flags = flags;
+  q.id = id;
+  q.key = key;
+  return q;
+}
+
+// True if no page of the range was written by this process, so that the private map still shows what the pool has.
+// Bit 61 of a pagemap word: the page belongs to a file or is shared; bits 62 and 63: swapped, present.
+bool untouched(const std::byte* data, size_t bytes) {
+  const uint64_t first = reinterpret_cast<uintptr_t>(data) / kPageSize, last = (reinterpret_cast<uintptr_t>(data) + bytes - 1) / kPageSize;
+  Fd fd(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+  if (!fd) return false;
+  uint64_t words[1024];
+  for (uint64_t page = first; page <= last;) {
+    const size_t n = std::min<uint64_t>(std::size(words), last - page + 1);
+    if (::pread(fd.get(), words, n * 8, off_t(page * 8)) != ssize_t(n * 8)) return false;
+    for (size_t i = 0; i < n; ++i)
+      if ((words[i] >> 62) && !(words[i] >> 61 & 1)) return false;
+    page += n;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool (*Client::interrupted)() = nullptr;
+
+// Counts as a live view while a call is under way, so that close() does not take the maps from under it.
+struct Client::Hold {
+  explicit Hold(Client* client) : c(client) { ++c->live_; }
+  ~Hold() {
+    if (c) c->let_go();
+  }
+  void keep() { c = nullptr; }  // the view or lease that came of the call takes over
+  Client* c;
+};
+
+View& View::operator=(View&& o) noexcept {
+  if (this != &o) {
+    reset();
+    client_ = std::move(o.client_);
+    id_ = o.id_;
+    data_ = std::exchange(o.data_, nullptr);
+    size_ = std::exchange(o.size_, 0);
+    private_ = std::move(o.private_);
+    inlined_ = std::move(o.inlined_);
+  }
+  return *this;
+}
+
+void View::reset() {
+  if (!client_) return;
+  auto client = std::move(client_);
+  const std::byte* base = std::exchange(data_, nullptr);
+  size_ = 0;
+  if (!inlined_.empty()) return;
+  client->unpin(id_, base);  // forget the range before its addresses can be used again
+  private_ = Mapping();
+}
+
+std::shared_ptr<Client> Client::connect(const std::string& name, const std::string& label) {
+  std::shared_ptr<Client> c(new Client);
+  c->name_ = name;
+  c->pid_ = ::getpid();
+  Fd fd;
+  try {
+    fd = connect_abstract(name);
+  } catch (const std::system_error& e) {
+    throw BrokerGone(std::string("no broker answers: ") + e.what());
+  }
+  Request q = request(Op::kHello);
+  q.size = kProtocolVersion;
+  q.count = uint32_t(std::min<size_t>(label.size(), 256));
+  Fd self = pidfd_of(c->pid_);
+  const int one[] = {self.get()};
+  if (send_message(fd.get(), &q, sizeof q, label.data(), q.count, {one, self ? 1u : 0u})) throw BrokerGone("the broker hung up on hello");
+  std::vector<std::byte> buf(kMaxMessage);
+  ssize_t n = recv_message(fd.get(), buf.data(), buf.size());
+  Reply r;
+  if (n < ssize_t(sizeof r)) throw BrokerGone("the broker hung up on hello");
+  std::memcpy(&r, buf.data(), sizeof r);
+  if (Status(r.status) != Status::kOk || r.count != sizeof c->pool_id_)
+    throw BrokerGone(std::string(reinterpret_cast<char*>(buf.data()) + sizeof r, size_t(n) - sizeof r));
+  std::memcpy(c->pool_id_, buf.data() + sizeof r, sizeof c->pool_id_);
+  c->session_ = r.aux;
+  c->capacity_ = r.size;
+  for (uint64_t a = 0, count = r.arena; a < count; ++a) {
+    std::vector<Fd> fds;
+    n = recv_message(fd.get(), buf.data(), buf.size(), &fds);
+    if (n < ssize_t(sizeof r) || fds.size() != 2) throw BrokerGone("the broker sent no arena");
+    std::memcpy(&r, buf.data(), sizeof r);
+    auto m = std::make_unique<ArenaMap>();
+    m->rw = Mapping(fds[0].get(), 0, r.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE);
+    m->ro = Mapping(fds[1].get(), 0, r.size, PROT_READ, MAP_SHARED | MAP_NORESERVE);
+    ::madvise(m->rw.data(), r.size, MADV_DONTFORK);  // a child must not write into its parent's leases
+    ::madvise(m->rw.data(), r.size, MADV_HUGEPAGE);
+    ::madvise(m->ro.data(), r.size, MADV_HUGEPAGE);
+    m->ro_fd = std::move(fds[1]);
+    c->arenas_.push_back(std::move(m));
+  }
+  c->checkin(std::move(fd));
+  c->post_ = c->checkout();
+  c->checkin(connect_abstract(name));
+  {  // the second socket of the session serves calls, the first the one-way messages
+    std::lock_guard lock(c->sockets_mutex_);
+    Request join = request(Op::kAttach, {c->session_, 0});
+    if (send_message(c->idle_.back().get(), &join, sizeof join) || recv_message(c->idle_.back().get(), &r, sizeof r) < ssize_t(sizeof r))
+      throw BrokerGone("the broker refused a second socket");
+  }
+  c->wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  return c;
+}
+
+Client::~Client() {
+  if (::getpid() == pid_) close();
+}
+
+bool Client::usable() const { return !dead_ && !closing_ && ::getpid() == pid_; }
+
+void Client::check_process() const {
+  if (::getpid() != pid_) throw BrokerGone("this pool client belongs to the parent process; a forked child connects anew");
+  if (dead_) throw BrokerGone("the broker died");
+  if (closing_) throw BrokerGone("this pool client is closed");
+}
+
+void Client::gone(const char* what) {
+  dead_ = true;
+  throw BrokerGone(what);
+}
+
+Fd Client::checkout() {
+  {
+    std::lock_guard lock(sockets_mutex_);
+    if (!idle_.empty()) {
+      Fd fd = std::move(idle_.back());
+      idle_.pop_back();
+      return fd;
+    }
+  }
+  Fd fd;
+  try {
+    fd = connect_abstract(name_);
+  } catch (const std::system_error& e) {
+    if (e.code().value() != ECONNREFUSED) throw;
+    gone("the broker died");
+  }
+  Request q = request(Op::kAttach, {session_, 0});
+  Reply r;
+  if (send_message(fd.get(), &q, sizeof q) || recv_message(fd.get(), &r, sizeof r) < ssize_t(sizeof r) || Status(r.status) != Status::kOk)
+    gone("the broker died, and another has its place");
+  return fd;
+}
+
+void Client::checkin(Fd fd) {
+  std::lock_guard lock(sockets_mutex_);
+  idle_.push_back(std::move(fd));
+}
+
+Reply Client::call(const Request& q, const void* body, size_t len, std::string* text) {
+  check_process();
+  Fd fd = checkout();
+  alignas(8) std::byte small[sizeof(Reply) + kInlineMax];
+  std::vector<std::byte> large;
+  std::byte* buf = small;
+  size_t room = sizeof small;
+  if (text) {
+    large.resize(kMaxMessage);
+    buf = large.data();
+    room = large.size();
+  }
+  if (send_message(fd.get(), &q, sizeof q, body, len)) gone("the broker died");
+  ssize_t n;
+  for (;;) {
+    pollfd p{fd.get(), POLLIN, 0};
+    const int k = q.timeout_ns ? ::poll(&p, 1, -1) : 1;  // only a call that may wait is worth the second syscall
+    if (k < 0 && errno == EINTR && interrupted && interrupted()) {
+      fd.reset();  // the broker forgets what waited on this socket
+      if (q.op == uint16_t(Op::kCreate)) post(request(Op::kAbort, q.id));
+      throw Interrupted();
+    }
+    if (k > 0) break;
+  }
+  n = recv_message(fd.get(), buf, room);
+  Reply r;
+  if (n < ssize_t(sizeof r)) gone("the broker died");
+  std::memcpy(&r, buf, sizeof r);
+  if (text) text->assign(reinterpret_cast<char*>(buf) + sizeof r, size_t(n) - sizeof r);
+  checkin(std::move(fd));
+  return r;
+}
+
+// ---- one-way messages
+
+void Client::post(const Request& q, const void* body, size_t len) noexcept {
+  if (dead_ || ::getpid() != pid_) return;
+  std::lock_guard lock(post_mutex_);
+  if (!post_) return;
+  flush_posts_locked();
+  const int err = posts_.empty() ? send_message(post_.get(), &q, sizeof q, body, len, {}, MSG_DONTWAIT) : EAGAIN;
+  if (err == EAGAIN || err == EWOULDBLOCK) {  // the broker is behind; what waits goes out with the next message or by the listener
+    std::string m(reinterpret_cast<const char*>(&q), sizeof q);
+    if (len) m.append(static_cast<const char*>(body), len);
+    posts_.push_back(std::move(m));
+    const uint64_t one = 1;
+    [[maybe_unused]] auto n = ::write(wake_.get(), &one, sizeof one);
+  } else if (err) {
+    dead_ = true;
+  }
+}
+
+void Client::flush_posts_locked() noexcept {
+  while (!posts_.empty()) {
+    const int err = send_message(post_.get(), posts_.front().data(), posts_.front().size(), nullptr, 0, {}, MSG_DONTWAIT);
+    if (err == EAGAIN || err == EWOULDBLOCK) return;
+    if (err) dead_ = true;
+    posts_.pop_front();
+  }
+}
+
+void Client::abort(ObjectId id) noexcept {
+  post(request(Op::kAbort, id));
+  let_go();
+}
+void Client::unclaim(const ClaimKey& key) noexcept { post(request(Op::kUnclaim, {}, key)); }
+void Client::adopt(const ClaimKey& key) noexcept { post(request(Op::kAdopt, {}, key)); }
+void Client::disown(const ClaimKey& key, bool mine) noexcept { post(request(Op::kDisown, {}, key, mine ? kMine : 0)); }
+
+void Client::remove(const std::vector<ObjectId>& ids) noexcept {
+  for (size_t at = 0; at < ids.size(); at += kMaxIds) {
+    Request q = request(Op::kDelete);
+    q.count = uint32_t(std::min(kMaxIds, ids.size() - at));
+    post(q, ids.data() + at, q.count * sizeof(ObjectId));
+  }
+}
+
+void Client::unpin(ObjectId id, const std::byte* base) noexcept {
+  {
+    std::lock_guard lock(ranges_mutex_);
+    if (auto it = ranges_.find(base); it != ranges_.end() && --it->second.uses == 0) ranges_.erase(it);
+  }
+  Request q = request(Op::kRelease);
+  q.count = 1;
+  post(q, &id, sizeof id);
+  let_go();
+}
+
+void Client::let_go() noexcept {
+  if (live_.fetch_sub(1) == 1 && closing_) close();
+}
+
+void Client::close() {
+  closing_ = true;
+  if (live_ || ::getpid() != pid_) return;
+  {
+    std::lock_guard lock(post_mutex_);
+    if (post_) {
+      flush_posts_locked();
+      const Request q = request(Op::kBye);
+      send_message(post_.get(), &q, sizeof q, nullptr, 0, {}, MSG_DONTWAIT);
+      post_.reset();
+    }
+  }
+  std::lock_guard lock(sockets_mutex_);
+  idle_.clear();
+  if (!warming_) arenas_.clear();
+  const uint64_t one = 1;
+  [[maybe_unused]] auto n = ::write(wake_.get(), &one, sizeof one);
+}
+
+// ---- calls
+
+Client::Answer Client::create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where) {
+  Request q = request(Op::kCreate, id);
+  q.size = bytes;
+  q.timeout_ns = timeout_ns;
+  std::string text;
+  Hold hold(this);
+  const Reply r = call(q, nullptr, 0, &text);
+  if (Status(r.status) == Status::kOk) {
+    hold.keep();
+    *where = arenas_.at(r.arena)->rw.data() + r.offset;
+    if (bytes >= (1 << 20)) warm(r.aux);
+  }
+  return {Status(r.status), std::move(text)};
+}
+
+Status Client::seal(ObjectId id, const ClaimKey& key, bool handover, const std::vector<ObjectId>& also) {
+  if (also.size() > kMaxIds) return Status::kBad;
+  Request q = request(Op::kSeal, id, key, handover ? kHandover : 0);
+  q.count = uint32_t(also.size());
+  const Reply r = call(q, also.data(), also.size() * sizeof(ObjectId), nullptr);
+  if (id && Status(r.status) == Status::kOk) let_go();
+  return Status(r.status);
+}
+
+Status Client::put_inline(ObjectId id, const void* data, size_t bytes, const ClaimKey& key, bool handover) {
+  if (bytes > kInlineMax) return Status::kTooLarge;
+  Request q = request(Op::kPutInline, id, key, handover ? kHandover : 0);
+  q.count = uint32_t(bytes);
+  return Status(call(q, data, bytes, nullptr).status);
+}
+
+Status Client::get(ObjectId id, int64_t timeout_ns, bool writable, View* out) {
+  Request q = request(Op::kGet, id);
+  q.timeout_ns = timeout_ns;
+  std::string text;
+  Hold hold(this);
+  const Reply r = call(q, nullptr, 0, &text);
+  if (Status(r.status) != Status::kOk && Status(r.status) != Status::kInline) return Status(r.status);
+  View v;
+  v.client_ = shared_from_this();
+  v.id_ = id;
+  v.size_ = r.size;
+  if (Status(r.status) == Status::kInline) {
+    const auto* bytes = reinterpret_cast<const std::byte*>(text.data());
+    v.inlined_.reserve(text.size() + 1);
+    v.inlined_.assign(bytes, bytes + text.size());
+    v.inlined_.push_back({});
+    v.data_ = v.inlined_.data();
+  } else {
+    hold.keep();  // from here on, an exception unpins as `v` dies
+    ArenaMap& a = *arenas_.at(r.arena);
+    const std::byte* data = a.ro.data() + r.offset;
+    if (writable && r.size) {
+      const size_t pages = (r.size + kPageSize - 1) / kPageSize * kPageSize;
+      v.private_ = Mapping(a.ro_fd.get(), r.offset, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE);
+      data = v.private_.data();
+    }
+    note(data, r.size, id, writable);
+    v.data_ = data;
+  }
+  *out = std::move(v);
+  return Status::kOk;
+}
+
+std::string Client::wait(const std::vector<ObjectId>& ids, size_t want, int64_t timeout_ns) {
+  if (ids.size() > kMaxIds) throw std::invalid_argument("wait for at most " + std::to_string(kMaxIds) + " objects at a time");
+  Request q = request(Op::kWait);
+  q.count = uint32_t(ids.size());
+  q.size = std::min(want, ids.size());
+  q.timeout_ns = timeout_ns;
+  std::string ready;
+  call(q, ids.data(), ids.size() * sizeof(ObjectId), &ready);
+  return ready;
+}
+
+std::string Client::stats() {
+  std::string text;
+  call(request(Op::kStats), nullptr, 0, &text);
+  return text;
+}
+
+// ---- events
+
+void Client::listen() {
+  check_process();
+  Fd fd = connect_abstract(name_);
+  Request q = request(Op::kAttach, {session_, 0}, {}, kEvents);
+  Reply r;
+  alignas(8) std::byte buf[512];
+  if (send_message(fd.get(), &q, sizeof q) || recv_message(fd.get(), buf, sizeof buf) < ssize_t(sizeof r)) gone("the broker died");
+  std::memcpy(&r, buf, sizeof r);
+  if (Status(r.status) != Status::kOk) throw std::runtime_error("this session listens already");
+  events_ = std::move(fd);
+}
+
+bool Client::next_event(int timeout_ms, ClaimKey* key) {
+  check_process();
+  pollfd p[3] = {{events_.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}, {-1, POLLOUT, 0}};
+  {
+    std::lock_guard lock(post_mutex_);
+    if (!posts_.empty()) p[2].fd = post_.get();
+  }
+  if (::poll(p, 3, timeout_ms) < 0 && errno != EINTR) throw_errno("poll");
+  uint64_t count;
+  [[maybe_unused]] auto drained = ::read(wake_.get(), &count, sizeof count);
+  {
+    std::lock_guard lock(post_mutex_);
+    if (post_) flush_posts_locked();
+  }
+  if (!p[0].revents) return check_process(), false;
+  Event e;
+  const ssize_t n = recv_message(events_.get(), &e, sizeof e, nullptr, MSG_DONTWAIT);
+  if (n == -EAGAIN || n == -EWOULDBLOCK) return false;
+  if (n != ssize_t(sizeof e)) gone("the broker died");
+  *key = e.key;
+  return true;
+}
+
+// ---- addresses
+
+void Client::note(const std::byte* base, size_t bytes, ObjectId id, bool writable) {
+  std::lock_guard lock(ranges_mutex_);
+  auto [it, fresh] = ranges_.try_emplace(base, Range{bytes, id, writable, 0});
+  ++it->second.uses;
+}
+
+std::optional<Client::Located> Client::locate(const void* data, size_t bytes) {
+  const auto* p = static_cast<const std::byte*>(data);
+  Range r;
+  uint64_t offset;
+  {
+    std::lock_guard lock(ranges_mutex_);
+    auto it = ranges_.upper_bound(p);
+    if (it == ranges_.begin()) return std::nullopt;
+    --it;
+    offset = uint64_t(p - it->first);
+    r = it->second;
+    if (offset + bytes > r.bytes) return std::nullopt;
+  }
+  if (r.writable && !untouched(p, bytes)) return std::nullopt;
+  return Located{r.id, offset};
+}
+
+// A page that this process never touched costs it a fault at the first write, even where the broker has populated it. A process that puts
+// large objects takes those faults on a thread, ahead of its copies.
+void Client::warm(uint64_t bytes) {
+  if (bytes <= warmed_ || warming_.exchange(true)) return;
+  try {
+    std::thread([self = shared_from_this(), bytes] {
+      constexpr uint64_t kStep = 32 << 20;
+      for (uint64_t at = self->warmed_; at < bytes && !self->closing_; at += kStep) {
+        if (::madvise(self->arenas_[0]->rw.data() + at, std::min(kStep, bytes - at), MADV_POPULATE_WRITE)) break;
+        self->warmed_ = std::min(at + kStep, bytes);
+      }
+      self->warming_ = false;
+    }).detach();
+  } catch (const std::system_error&) {
+    warming_ = false;  // no thread to be had: the copies take the faults
+  }
+}
+
+}  // namespace mcr

@@ -1,0 +1,151 @@
+// A process's side of the pool: its session, its maps of the arenas, its leases and pins. Thread-safe. Knows nothing of Python.
+//
+// In a forked child the object is dead: every call says so, and destructors leave the parent's session alone.
+#pragma once
+#include <sys/types.h>
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "unix.h"
+#include "wire.h"
+
+namespace mcr {
+
+// The broker is gone, cannot be reached, or this is a forked child.
+struct BrokerGone : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// `interrupted` said so while a call was waiting.
+struct Interrupted : std::exception {};
+
+class Client;
+
+// What a get returns. Frees its map and unpins when it dies; outlives the broker and the client's close().
+class View {
+ public:
+  View() = default;
+  View(View&&) noexcept = default;
+  View& operator=(View&& o) noexcept;
+  ~View() { reset(); }
+  const std::byte* data() const { return data_; }
+  size_t size() const { return size_; }
+  bool writable() const { return private_.data() || !inlined_.empty(); }  // privately: no other reader sees it
+  void reset();
+
+ private:
+  friend class Client;
+  std::shared_ptr<Client> client_;
+  ObjectId id_;
+  const std::byte* data_ = nullptr;
+  size_t size_ = 0;
+  Mapping private_;
+  std::vector<std::byte> inlined_;  // with one byte more than the object, so that it is empty only for objects in an arena
+};
+
+class Client : public std::enable_shared_from_this<Client> {
+ public:
+  // Throws BrokerGone when nobody serves the name, std::system_error for what the kernel refuses.
+  static std::shared_ptr<Client> connect(const std::string& name, const std::string& label);
+  ~Client();
+
+  // Asked when a signal arrives during a call that waits; true ends the call with Interrupted. Set once, before the first client.
+  static bool (*interrupted)();
+
+  SessionId session() const { return session_; }
+  uint64_t capacity() const { return capacity_; }
+  const uint8_t* pool_id() const { return pool_id_; }
+  bool usable() const;  // not closed, not forked, broker not known to be dead
+  ObjectId new_id() { return {session_, next_.fetch_add(1, std::memory_order_relaxed)}; }
+
+  struct Answer {
+    Status status;
+    std::string text;
+  };
+  Answer create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where);
+  Status seal(ObjectId id, const ClaimKey& key, bool handover, const std::vector<ObjectId>& also);
+  Status put_inline(ObjectId id, const void* data, size_t bytes, const ClaimKey& key, bool handover);
+  Status get(ObjectId id, int64_t timeout_ns, bool writable, View* out);
+  std::string wait(const std::vector<ObjectId>& ids, size_t want, int64_t timeout_ns);  // a byte an id: 1 where readable
+  std::string stats();
+
+  // One-way: never block, never throw; nothing to do for a broker that is gone.
+  void abort(ObjectId id) noexcept;
+  void unclaim(const ClaimKey& key) noexcept;
+  void adopt(const ClaimKey& key) noexcept;
+  void disown(const ClaimKey& key, bool mine) noexcept;
+  void remove(const std::vector<ObjectId>& ids) noexcept;
+
+  // Answers about claims: after listen(), one thread calls next_event until it throws BrokerGone.
+  void listen();
+  bool next_event(int timeout_ms, ClaimKey* key);  // false: nothing came
+
+  // Which object of the pool holds these bytes, if they lie in one live view and still are what the pool has.
+  struct Located {
+    ObjectId id;
+    uint64_t offset;
+  };
+  std::optional<Located> locate(const void* data, size_t bytes);
+
+  size_t live() const { return live_.load(); }  // views and leases
+  void close();                                 // the session ends when the last view and lease are gone
+
+ private:
+  friend class View;
+  struct ArenaMap {
+    Fd ro_fd;
+    Mapping rw, ro;
+  };
+  struct Range {
+    size_t bytes;
+    ObjectId id;
+    bool writable;
+    size_t uses;
+  };
+
+  Client() = default;
+  Fd checkout();
+  void checkin(Fd fd);
+  Reply call(const Request& q, const void* body, size_t len, std::string* text);
+  struct Hold;
+  void post(const Request& q, const void* body = nullptr, size_t len = 0) noexcept;
+  void flush_posts_locked() noexcept;
+  [[noreturn]] void gone(const char* what);
+  void check_process() const;
+  void note(const std::byte* base, size_t bytes, ObjectId id, bool writable);
+  void unpin(ObjectId id, const std::byte* base) noexcept;
+  void let_go() noexcept;
+  void warm(uint64_t bytes);
+
+  std::string name_;
+  pid_t pid_ = 0;
+  SessionId session_ = 0;
+  uint64_t capacity_ = 0;
+  uint8_t pool_id_[16] = {};
+  std::vector<std::unique_ptr<ArenaMap>> arenas_;
+  std::atomic<uint64_t> next_{1};
+  std::atomic<size_t> live_{0};
+  std::atomic<bool> dead_{false}, closing_{false};
+
+  std::mutex sockets_mutex_;
+  std::vector<Fd> idle_;  // sockets of this session with no call under way
+
+  std::mutex post_mutex_;
+  Fd post_;
+  std::deque<std::string> posts_;  // what did not fit into the socket
+
+  Fd events_, wake_;
+  std::mutex ranges_mutex_;
+  std::map<const std::byte*, Range> ranges_;
+  std::atomic<uint64_t> warmed_{0};
+  std::atomic<bool> warming_{false};
+};
+
+}  // namespace mcr

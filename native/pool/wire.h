@@ -1,0 +1,106 @@
+// The messages between a client and its broker: fixed structs over AF_UNIX SOCK_SEQPACKET, native byte order (one machine).
+#pragma once
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+namespace mcr {
+
+constexpr uint32_t kProtocolVersion = 1;
+constexpr size_t kMaxMessage = 64 << 10;   // bytes; a longer message is a protocol error
+constexpr size_t kInlineMax = 8 << 10;     // bytes; objects up to this size travel inside the message
+constexpr size_t kPageSize = 4096;         // allocation granule
+
+using SessionId = uint64_t;
+
+struct ObjectId {
+  uint64_t hi = 0;  // the session that created the object
+  uint64_t lo = 0;  // that session's counter
+  auto operator<=>(const ObjectId&) const = default;
+  explicit operator bool() const { return hi | lo; }
+};
+
+// What an object's lifetime is bound to, beside the pins of its readers.
+enum class ClaimKind : uint32_t {
+  kNone = 0,
+  kToken = 1,   // a Ray object owned by the claiming process; `bytes` is its ObjectID
+  kReturn = 2,  // a return value, owned by the caller of a task; `bytes` is TaskID (24) + ordinal (4, from 1)
+  kSelf = 3,    // the claiming session itself, until it frees the object; `bytes` is the object's id
+};
+
+struct ClaimKey {
+  uint32_t kind = 0;
+  uint8_t bytes[28] = {};
+  bool operator==(const ClaimKey& o) const { return kind == o.kind && !std::memcmp(bytes, o.bytes, sizeof bytes); }
+};
+
+enum class Op : uint16_t {
+  kHello = 1,  // + pidfd by SCM_RIGHTS; reply carries the session and is followed by one kArena reply an arena
+  kAttach,     // a further socket of the session `id`
+  kCreate,     // lease `size` bytes as `id`; waits in FIFO order for at most timeout_ns
+  kSeal,       // make `id` (if not nil) readable, and claim it and the ids that follow for `key`
+  kAbort,      // one-way: give the lease back
+  kPutInline,  // `id` with the bytes that follow (<= kInlineMax), claimed for `key`
+  kGet,        // pin `id`; waits for its seal for at most timeout_ns
+  kRelease,    // one-way: unpin the ids that follow
+  kUnclaim,    // one-way: `key` is gone
+  kDelete,     // one-way: free the ids that follow whatever claims them; their pins keep the bytes until released
+  kAdopt,      // one-way: this session answers for `key`
+  kDisown,     // one-way: this session does not; flag kMine: it did, and the key is gone
+  kWait,       // reply when `size` of the ids that follow are readable, or at the deadline
+  kStats,      // reply carries JSON
+  kBye,        // one-way: the client dropped every view and lease
+  kLast = kBye
+};
+
+enum Flag : uint16_t {
+  kMine = 1,      // with kDisown
+  kHandover = 2,  // with kSeal, kToken: should this session die, ask the others who still refers to the key
+  kEvents = 4,    // with kAttach: this socket only carries events, from the broker to the client
+};
+
+enum class Status : uint16_t { kOk = 0, kFull, kTooLarge, kExists, kMissing, kTimeout, kInline, kBad, kArena };
+
+struct Request {
+  uint16_t op = 0;
+  uint16_t flags = 0;
+  uint32_t count = 0;  // ids that follow, or bytes with kPutInline and kHello (the client's label)
+  ObjectId id;
+  uint64_t size = 0;
+  int64_t timeout_ns = 0;  // < 0: no deadline
+  ClaimKey key;
+};
+
+struct Reply {
+  uint16_t status = 0;
+  uint16_t flags = 0;
+  uint32_t count = 0;  // bytes, ids or fds that follow
+  uint64_t arena = 0;
+  uint64_t offset = 0;
+  uint64_t size = 0;
+  uint64_t aux = 0;
+};
+
+struct Event {  // broker -> client: who answers for this claim?
+  ClaimKey key;
+};
+
+static_assert(sizeof(Request) == 72 && sizeof(Reply) == 40 && sizeof(Event) == 32);
+constexpr size_t kMaxIds = (kMaxMessage - sizeof(Request)) / sizeof(ObjectId);
+
+}  // namespace mcr
+
+template <>
+struct std::hash<mcr::ObjectId> {
+  size_t operator()(const mcr::ObjectId& i) const noexcept { return i.hi * 0x9E3779B97F4A7C15ull ^ i.lo * 0xC2B2AE3D27D4EB4Full; }
+};
+template <>
+struct std::hash<mcr::ClaimKey> {
+  size_t operator()(const mcr::ClaimKey& k) const noexcept {
+    uint64_t h = k.kind * 0x9E3779B97F4A7C15ull, w;
+    for (size_t i = 0; i + 8 <= sizeof k.bytes; i += 4) std::memcpy(&w, k.bytes + i, 8), h = (h ^ w) * 0xC2B2AE3D27D4EB4Full, h ^= h >> 29;
+    return h;
+  }
+};
