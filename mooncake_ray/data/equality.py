@@ -15,22 +15,23 @@ def values_equal(a: Any, b: Any, *, exact: bool = False) -> bool:
     Args:
         a: Any value.
         b: Any value.
-        exact: False: numbers are equal by value and NaN equals NaN. True: types must be the same
-            and numbers equal bit by bit, so 0.0 differs from -0.0 and NaNs by their payload.
+        exact: False: numbers are equal by value and NaN equals NaN. True: Python types must be
+            the same and numbers equal bit by bit: 0.0 differs from -0.0, and a NaN from another.
 
     Returns:
-        Whether they are equal. Tensors and arrays of different dtype or shape never are; the
-        device of a tensor and the order of dict keys do not matter.
+        Whether they are equal. Tensors and arrays of different dtype or shape never are, nor are
+        elements of object arrays with different types. Devices, strides, subclasses of arrays and
+        the order of dict keys do not matter.
     """
     if a is b:
         return True
-    if exact and type(a) is not type(b):
-        return False
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _tensors_equal(a, b, exact)
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return _arrays_equal(a, b, exact)
     if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
+        return False
+    if exact and type(a) is not type(b):
         return False
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(values_equal(a[k], b[k], exact=exact) for k in a)
@@ -69,10 +70,7 @@ def _arrays_equal(a: np.ndarray, b: np.ndarray, exact: bool) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.dtype.hasobject:
-        return all(
-            type(x) is type(y) and values_equal(x, y, exact=exact)
-            for x, y in zip(a.flat, b.flat, strict=True)
-        )
+        return all(type(x) is type(y) and values_equal(x, y, exact=exact) for x, y in zip(a.flat, b.flat, strict=True))
     if exact:
         return np.array_equal(_array_bits(a), _array_bits(b))
     # numpy's NaN test raises for strings.

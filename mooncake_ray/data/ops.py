@@ -75,9 +75,7 @@ def check_columns(batch: Mapping[str, Any], non_tensor_batch: Mapping[str, Any])
             raise SchemaError(f"batch[{name!r}] is a {kind} tensor ({value.layout}), expected a dense one")
     for name, value in non_tensor_batch.items():
         if not isinstance(value, np.ndarray):
-            raise SchemaError(
-                f"non_tensor_batch[{name!r}] is a {type(value).__name__}, expected a numpy.ndarray"
-            )
+            raise SchemaError(f"non_tensor_batch[{name!r}] is a {type(value).__name__}, expected a numpy.ndarray")
         if name in batch:
             raise SchemaError(f"field {name!r} is in both batch and non_tensor_batch")
 
@@ -100,10 +98,7 @@ def describe_columns(batch: Mapping[str, torch.Tensor], non_tensor_batch: Mappin
     columns: list[Column] = [*batch.values(), *non_tensor_batch.values()]
     parts = [f"bytes={sum(column.nbytes for column in columns)}"]
     for part, fields in (("batch", batch), ("non_tensor_batch", non_tensor_batch)):
-        entries = [
-            f"{name}: {str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
-            for name, column in fields.items()
-        ]
+        entries = [f"{name}: {str(column.dtype).removeprefix('torch.')}{list(column.shape)}" for name, column in fields.items()]
         parts.append(f"{part}={{{', '.join(entries)}}}")
     return ", ".join(parts)
 
@@ -124,9 +119,7 @@ def split_by_type(
         elif isinstance(value, np.ndarray):
             arrays[name] = value
         else:
-            raise SchemaError(
-                f"field {name!r} is a {type(value).__name__}, expected a torch.Tensor or numpy.ndarray"
-            )
+            raise SchemaError(f"field {name!r} is a {type(value).__name__}, expected a torch.Tensor or numpy.ndarray")
     return tensors, arrays
 
 
@@ -138,8 +131,7 @@ def object_column(name: str, values: Any) -> np.ndarray:
     """
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise SchemaError(
-            f"non_tensor_batch[{name!r}] is a {type(values).__name__}, "
-            "expected a numpy.ndarray or a sequence with one element per row"
+            f"non_tensor_batch[{name!r}] is a {type(values).__name__}, expected a numpy.ndarray or a sequence with one element per row"
         )
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
@@ -184,12 +176,12 @@ def row_numbers(index: RowIndex, rows: int) -> np.ndarray:
 
 def take_rows(tensor: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
     """Returns a copy of the given rows, on the tensor's device."""
-    return tensor.index_select(0, torch.from_numpy(numbers).to(tensor.device))
+    index = torch.from_numpy(numbers).to(tensor.device)
+    # index_select copies whole rows, which is faster, but has no 1-D form for uint16 and the like.
+    return tensor[index] if tensor.ndim == 1 else tensor.index_select(0, index)
 
 
-def renamed(
-    fields: Mapping[str, Any], old: str | Sequence[str], new: str | Sequence[str], others: Iterable[str]
-) -> dict[str, Any]:
+def renamed(fields: Mapping[str, Any], old: str | Sequence[str], new: str | Sequence[str], others: Iterable[str]) -> dict[str, Any]:
     """Returns the fields under new names, in the same order. Two fields may swap names.
 
     Args:
@@ -227,22 +219,22 @@ def merged(mine: Mapping[str, Any], theirs: Mapping[str, Any], part: str) -> dic
         if name not in fields:
             fields[name] = value
         elif not values_equal(fields[name], value):
-            raise SchemaError(
-                f"{part}[{name!r}] is in both batches and differs: "
-                f"got {_describe(value)}, expected {_describe(fields[name])}"
-            )
+            raise SchemaError(f"{part}[{name!r}] is in both batches, {_difference(value, fields[name])}")
     return fields
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return f"{value.dtype}{list(value.shape)} {short_repr(value.tolist())}"
-    return short_repr(value)
+def _difference(value: Any, expected: Any) -> str:
+    columns = isinstance(value, Column) and isinstance(expected, Column)
+    if not columns:
+        return f"got {short_repr(value)}, expected {short_repr(expected)}"
+    if value.dtype != expected.dtype or value.shape != expected.shape:
+        return f"got {value.dtype}{list(value.shape)}, expected {expected.dtype}{list(expected.shape)}"
+    unequal = (row for row in range(len(value)) if not values_equal(value[row : row + 1], expected[row : row + 1]))
+    row = next(unequal, 0)
+    return f"row {row} is {short_repr(value[row])}, expected {short_repr(expected[row])}"
 
 
-def join_fields(
-    batches: Sequence[Mapping[str, Any]], part: str, join: Callable[[str, list[Any]], Any]
-) -> dict[str, Any]:
+def join_fields(batches: Sequence[Mapping[str, Any]], part: str, join: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
     """Joins the columns of batches, each with `join(name, parts)`.
 
     Raises:
@@ -253,10 +245,7 @@ def join_fields(
         if fields.keys() != expected:
             missing = [name for name in expected if name not in fields]
             extra = [name for name in fields if name not in expected]
-            raise SchemaError(
-                f"{part} of batch {position} differs from batch 0: "
-                f"missing fields {missing}, unexpected fields {extra}"
-            )
+            raise SchemaError(f"{part} of batch {position} differs from batch 0: missing fields {missing}, unexpected fields {extra}")
     return {name: join(name, [fields[name] for fields in batches]) for name in expected}
 
 
@@ -269,9 +258,7 @@ def join_tensors(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     first = parts[0]
     for position, part in enumerate(parts):
         if part.dtype != first.dtype:  # torch.cat would convert, and may round
-            raise SchemaError(
-                f"batch[{name!r}] of batch {position} is {part.dtype}, expected {first.dtype} as in batch 0"
-            )
+            raise SchemaError(f"batch[{name!r}] of batch {position} is {part.dtype}, expected {first.dtype} as in batch 0")
         _check_row_shape("batch", name, position, part.shape, first.shape)
     return torch.cat(parts, dim=0)
 
@@ -291,17 +278,14 @@ def join_arrays(name: str, parts: list[np.ndarray]) -> np.ndarray:
     kinds = {part.dtype.kind for part in parts}
     if len(kinds) > 1 and "O" not in kinds and kinds - set("biufc"):
         dtypes = [str(part.dtype) for part in parts]
-        raise SchemaError(
-            f"non_tensor_batch[{name!r}] has the dtypes {dtypes}, expected {dtypes[0]} in every batch"
-        )
+        raise SchemaError(f"non_tensor_batch[{name!r}] has the dtypes {dtypes}, expected {dtypes[0]} in every batch")
     return np.concatenate(parts, axis=0)
 
 
 def _check_row_shape(part: str, name: str, position: int, shape: Sequence[int], first: Sequence[int]) -> None:
     if tuple(shape[1:]) != tuple(first[1:]):
         raise SchemaError(
-            f"{part}[{name!r}] of batch {position} has rows of shape {tuple(shape[1:])}, "
-            f"expected {tuple(first[1:])} as in batch 0"
+            f"{part}[{name!r}] of batch {position} has rows of shape {tuple(shape[1:])}, expected {tuple(first[1:])} as in batch 0"
         )
 
 
@@ -347,8 +331,6 @@ def _metric_lists(metrics: Sequence[Any]) -> dict[str, list[Any]]:
     for entry in metrics:
         for name, value in entry.items():
             if name not in lists:
-                raise SchemaError(
-                    f"meta_info['metrics'] has {name!r} in a later batch only, expected one of {list(lists)}"
-                )
+                raise SchemaError(f"meta_info['metrics'] has {name!r} in a later batch only, expected one of {list(lists)}")
             lists[name].append(value)
     return lists

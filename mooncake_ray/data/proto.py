@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from mooncake_ray.data import ops
 from mooncake_ray.data.equality import values_equal
 from mooncake_ray.data.item import DataProtoItem
 from mooncake_ray.errors import SchemaError
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class DataProto:
@@ -76,9 +73,7 @@ class DataProto:
         return cls(batch=tensors, non_tensor_batch=columns, meta_info=meta_info)
 
     @classmethod
-    def from_single_dict(
-        cls, data: Mapping[str, torch.Tensor | np.ndarray], meta_info: Mapping[str, Any] | None = None
-    ) -> Self:
+    def from_single_dict(cls, data: Mapping[str, torch.Tensor | np.ndarray], meta_info: Mapping[str, Any] | None = None) -> Self:
         """Builds a batch from one dict: tensors go to `batch`, arrays to `non_tensor_batch`.
 
         Returns:
@@ -94,8 +89,7 @@ class DataProto:
         """Checks the columns, for use after editing the dicts directly.
 
         Raises:
-            SchemaError: A column has the wrong type, no row dimension, another number of rows than
-                the first column, or a name that both parts use.
+            SchemaError: Types, row counts or names of the columns are wrong.
         """
         ops.check_columns(self.batch, self.non_tensor_batch)
 
@@ -139,10 +133,7 @@ class DataProto:
             tensors = {name: tensor[item] for name, tensor in self.batch.items()}
             elements = {name: array[item] for name, array in self.non_tensor_batch.items()}
             return DataProtoItem(tensors, elements, dict(self.meta_info))
-        raise TypeError(
-            f"rows cannot be indexed with {type(item).__name__}, "
-            "expected an int, slice, list, numpy.ndarray or torch.Tensor"
-        )
+        raise TypeError(f"rows cannot be indexed with {type(item).__name__}, expected an int, slice, list, numpy.ndarray or torch.Tensor")
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Selects a range of rows, like `data[start:end:step]`.
@@ -361,9 +352,7 @@ class DataProto:
             An iterator of rows * epochs / mini_batch_size batches of copied rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(
-                f"mini_batch_size must be positive and divide the {len(self)} rows, got {mini_batch_size}"
-            )
+            raise ValueError(f"mini_batch_size must be positive and divide the {len(self)} rows, got {mini_batch_size}")
         # A loader of row numbers draws the same order as one of rows, and needs no joining of rows.
         loader: Iterable[list[int]] = DataLoader(
             range(len(self)),  # type: ignore[arg-type]
@@ -383,9 +372,7 @@ class DataProto:
         """Returns a `verl.DataProto` that shares the columns. Needs verl."""
         from verl import DataProto as VerlDataProto
 
-        return VerlDataProto.from_dict(
-            tensors=dict(self.batch), non_tensors=dict(self.non_tensor_batch), meta_info=dict(self.meta_info)
-        )
+        return VerlDataProto.from_dict(tensors=dict(self.batch), non_tensors=dict(self.non_tensor_batch), meta_info=dict(self.meta_info))
 
     @classmethod
     def from_verl(cls, data: Any) -> Self:

@@ -27,7 +27,7 @@ import ray
 import ray.cloudpickle
 import ray.util
 import torch
-from oracle_outcome import counting, outcome, routed, tensor_bytes
+from oracle_outcome import counting, described, routed, tensor_bytes
 from ray.util.queue import Queue
 
 CASES: dict[str, typing.Callable] = {}
@@ -205,14 +205,14 @@ def small_network():
 
 @ray.remote
 def describe(*args, **kwargs):
-    return outcome({"args": args, "kwargs": kwargs})
+    return described({"args": args, "kwargs": kwargs})
 
 
 @ray.remote
 def describe_nested(container):
     """What a task sees of refs inside a container, and behind them."""
     inner = container["items"][0]
-    return outcome([container, ray.get(inner), ray.get(container["items"])])
+    return described([container, ray.get(inner), ray.get(container["items"])])
 
 
 @ray.remote
@@ -238,7 +238,7 @@ def nothing(tensor):
 @ray.remote
 def overwrite_argument(tensor):
     tensor.fill_(-1)
-    return float(tensor.sum())
+    return tensor[-1]
 
 
 @ray.remote
@@ -272,7 +272,7 @@ def fan_out(tensor):
     """Puts, calls nested tasks by value and by ref, and returns refs."""
     put = ray.put(tensor + 1)
     calls = [scale.remote(tensor, 2), scale.remote(put, 3)]
-    return {"refs": [put, *calls], "sum": float(ray.get(calls[1]).sum())}
+    return {"refs": [put, *calls], "got": ray.get(calls[1])}
 
 
 @ray.remote
@@ -286,7 +286,7 @@ def recurse(tensor, depth):
 def crash_at_first(board, gate, tensor):
     if ray.get(board.next.remote(gate)) == 1:
         os._exit(1)
-    return outcome(tensor)
+    return described(tensor)
 
 
 @ray.remote(max_retries=5, retry_exceptions=[ConnectionError])
@@ -310,7 +310,7 @@ def scale_once(tensor, factor):
 
 @ray.remote
 def environment(name, tensor):
-    return os.environ.get(name), outcome(tensor)
+    return os.environ.get(name), described(tensor)
 
 
 @ray.remote
@@ -324,7 +324,7 @@ def run_until_cancelled(board, gate, tensor):
 @ray.remote
 def task_context(tensor):
     context = ray.get_runtime_context()
-    return context.get_task_name(), context.get_actor_id(), outcome(tensor)
+    return context.get_task_name(), context.get_actor_id(), described(tensor)
 
 
 DEFAULT_TENSOR = floats(77)
@@ -377,14 +377,14 @@ class KeeperMethods:
         return ray.get(self.value[0])
 
     def describe(self, *args, **kwargs):
-        return outcome([self.value, self.extra, args, kwargs])
+        return described([self.value, self.extra, args, kwargs])
 
     def scale(self, tensor, factor):
         return tensor * factor
 
     def add(self, tensor):
         self.value = tensor if self.value is None else self.value + tensor
-        return float(self.value.sum())
+        return self.value[0]
 
     def overwrite(self, fill):
         self.value.fill_(fill)
@@ -458,7 +458,7 @@ class AsyncKeeper:
     async def gather(self, container):
         first, *rest = container["refs"]
         values = [await first, *await asyncio.gather(*rest)]
-        return outcome([container, values]), values
+        return described([container, values]), values
 
     async def call(self, tensor):
         put = ray.put(tensor)
@@ -508,6 +508,12 @@ def board():
     return Board.remote()
 
 
+def warm_up():
+    """Starts the shared actors and some workers side by side."""
+    actors = [keeper(0), keeper(1), keeper(2), async_keeper()]
+    ray.get([*(actor.read.remote() for actor in actors), board().next.remote("warm_up"), *map(same.remote, range(4))])
+
+
 # Helpers of cases ------------------------------------------------------------------------------
 
 
@@ -526,7 +532,7 @@ def error_of(call, *args, **kwargs):
 def kind_of(call, *args, **kwargs):
     """The kind of exception alone, for those whose text names ids or addresses."""
     result = error_of(call, *args, **kwargs)
-    return [kind.__qualname__ for kind in type(result).__mro__]
+    return [kind.__qualname__ for kind in type(result).__mro__] if isinstance(result, BaseException) else result
 
 
 def churn(count=12):
@@ -540,6 +546,20 @@ def churn(count=12):
 def gone(actor):
     """Returns once calls to the actor fail; says how."""
     return kind_of(ray.get, actor.read.remote())
+
+
+def kind_once_lost(ref):
+    """The kind of error of a get, once Ray has dropped the copies that outlive the owner for a moment."""
+    never = board().wait.remote("never")
+    while isinstance(kind := kind_of(ray.get, ref), dict):
+        del kind
+        ray.wait([never], timeout=0.05)
+    return kind
+
+
+def in_order(tensors):
+    """For results whose order Ray leaves open."""
+    return sorted(tensors, key=lambda tensor: float(tensor[0, 1]))
 
 
 def strides(value):
@@ -612,8 +632,7 @@ def put_get_large_bytes_and_text():
 
 @case
 def put_get_out_of_band_buffer():
-    got = round_trip(pickle.PickleBuffer(array()))
-    return [type(got).__qualname__, bytes(got)]
+    return bytes(round_trip(pickle.PickleBuffer(array())))
 
 
 @case
@@ -739,7 +758,7 @@ def tensor_requires_grad():
 def tensor_result_of_autograd():
     leaf = floats().requires_grad_()
     leaf.square().sum().backward()
-    return [kind_of(round_trip, leaf * 2)[:2], round_trip(leaf), round_trip(leaf.grad)]
+    return [round_trip(leaf * 2), round_trip(leaf), round_trip(leaf.grad)]
 
 
 @case
@@ -848,6 +867,16 @@ def tensordict_with_non_tensors():
     source = TensorDict({"a": floats(shape=(4, 40_000)), "texts": texts, "meta": NonTensorData({"k": 1}, [4])}, [4])
     got = round_trip(source)
     return [got["a"], list(got["texts"]), got["meta"], sorted(map(str, got.keys())), got.batch_size]
+
+
+@case(needs="tensordict")
+def tensordict_to_and_from_workers():
+    from tensordict import TensorDict
+
+    source = TensorDict({"a": floats(shape=(64, 2048)), "b": {"c": floats(1, (64, 512))}}, [64])
+    ray.get(keeper().keep.remote(source))
+    kept, returned = keeper().read.remote(), same.remote(ray.put(source))
+    return [ray.get(kept), ray.get(returned), ray.get(scale.remote(source, 2))]
 
 
 @case(needs="verl")
@@ -959,7 +988,7 @@ def numpy_result_usable():
     got = round_trip(array())
     copied = got.copy()
     copied += 1
-    derived = [got.sum(), (got @ got.T).shape, got[5], memoryview(got).nbytes, memoryview(got).readonly]
+    derived = [got.max(), (got @ got.T).shape, got[5], memoryview(got).nbytes, memoryview(got).readonly]
     return [copied, derived, torch.tensor(got)]
 
 
@@ -1037,6 +1066,21 @@ def argument_written_by_task():
 
 
 @case
+def put_again_what_was_got():
+    got = round_trip([floats(), array(), floats(1)])
+    got[0].add_(1)
+    again = round_trip(got)
+    again[2].fill_(-1)
+    return [got, again, round_trip(again), ray.get(describe.remote(again, again[1][::2], key=got[2]))]
+
+
+@case
+def closure_over_what_was_got():
+    got = round_trip({"t": floats(), "n": array()})
+    return ray.get(ray.remote(lambda: described(got)).remote())
+
+
+@case
 def puts_of_one_tensor_are_independent():
     tensor = floats()
     one, other = ray.get([ray.put(tensor), ray.put(tensor)])
@@ -1047,7 +1091,7 @@ def puts_of_one_tensor_are_independent():
 @case
 def tensor_result_is_an_ordinary_tensor():
     got = round_trip(floats())
-    facts = [got.is_shared(), got.is_pinned(), got.data_ptr() % 16, got.storage_offset(), got._version]
+    facts = [got.is_shared(), got.is_pinned(), got.data_ptr() % 16, got.storage_offset()]
     got.add_(1)
     got.numpy()[0, 0] = -7
     exchanged = torch.from_dlpack(got)
@@ -1230,7 +1274,7 @@ async def await_with_timeout_and_failure():
     failure = await _async_error(_awaited(fail_with.remote(DomainError("awaited", floats()))))
     await board().open.remote(gate)
     done, pending = await asyncio.wait([asyncio.ensure_future(_awaited(ref)) for ref in (blocked, ray.put(floats(1)))])
-    return [type(timeout).__qualname__, failure, sorted(float(task.result().sum()) for task in done), len(pending)]
+    return [type(timeout).__qualname__, failure, in_order(task.result() for task in done), len(pending)]
 
 
 async def _awaited(ref):
@@ -1262,7 +1306,7 @@ def get_of_lists():
 def as_completed_and_map_unordered():
     completed = ray.util.as_completed([scale.remote(floats(i), 2) for i in range(4)])
     mapped = ray.util.map_unordered(same, [floats(i) for i in range(4)])
-    return [sorted(float(x.sum()) for x in completed), sorted(float(x.sum()) for x in mapped)]
+    return [in_order(completed), in_order(mapped)]
 
 
 @case
@@ -1401,7 +1445,7 @@ def task_closure_with_tensor():
 
     @ray.remote
     def use(k):
-        return captured * k, numbers, outcome(captured)
+        return captured * k, numbers, described(captured)
 
     return ray.get([use.remote(2), use.remote(3)])
 
@@ -1413,7 +1457,7 @@ def task_closure_with_ref():
 
     @ray.remote
     def use(k):
-        return ray.get(captured) * k, outcome(refs), ray.get(refs)
+        return ray.get(captured) * k, described(refs), ray.get(refs)
 
     return ray.get(use.remote(2))
 
@@ -1587,7 +1631,7 @@ def actor_pool():
     pool = ray.util.ActorPool([keeper(0), keeper(1)])
     ordered = list(pool.map(lambda actor, tensor: actor.scale.remote(tensor, 2), [floats(i) for i in range(5)]))
     unordered = pool.map_unordered(lambda actor, tensor: actor.scale.remote(tensor, 3), [floats(i) for i in range(5)])
-    return [ordered, sorted(float(x.sum()) for x in unordered)]
+    return [ordered, in_order(unordered)]
 
 
 @case
@@ -1730,8 +1774,7 @@ def error_with_tensor_attribute():
 
 @case
 def error_that_cannot_be_rebuilt():
-    raised = error_of(ray.get, fail_with.remote(ErrorWithoutReduce("odd", floats())))
-    return kind_of(ray.get, fail_with.remote(ErrorWithoutReduce("odd", floats()))), "odd" in str(raised)
+    return kind_of(ray.get, fail_with.remote(ErrorWithoutReduce("odd", floats())))
 
 
 @case
@@ -1777,7 +1820,7 @@ def error_inside_nested_task():
 def error_caught_inside_task():
     @ray.remote
     def outer(tensor):
-        return outcome(error_of(ray.get, fail_with.remote(DomainError("caught", tensor))))
+        return described(error_of(ray.get, fail_with.remote(DomainError("caught", tensor))))
 
     return ray.get(outer.remote(floats()))
 
@@ -1875,17 +1918,28 @@ def actor_constructor_fails():
 
 
 @case
-def actor_killed_after_returning_and_putting():
-    """What an actor returned outlives it; what it put does not."""
+def actor_killed_after_returning():
+    """What an actor returned outlives it."""
     actor = Keeper.remote()
-    returned, passed_on = actor.scale.remote(floats(), 2), actor.scale.remote(floats(1), 2)
-    put = ray.get(actor.put.remote(floats(2)))
-    ray.wait([returned, passed_on], num_returns=2)
+    refs = [actor.scale.remote(floats(i), 2) for i in range(3)]
+    ray.wait(refs, num_returns=3)
     ray.kill(actor)
     ended = gone(actor)
-    after = ray.get([returned, scale.remote(passed_on, 3), keeper().scale.remote(passed_on, 4)])
-    called = kind_of(ray.get, actor.scale.remote(floats(), 2))
-    return [after, ended, called, kind_of(ray.get, put), kind_of(ray.get, scale.remote(put, 2))]
+    churn(4)
+    after = ray.get([refs[0], scale.remote(refs[1], 3), keeper().scale.remote(refs[2], 4)])
+    return [ended, after, kind_of(ray.get, actor.scale.remote(floats(), 2))]
+
+
+@case
+def actor_killed_after_putting():
+    """What an actor put does not outlive it."""
+    actor = Keeper.remote()
+    outer = actor.put.remote(floats())
+    ray.wait([outer])
+    ray.kill(actor)
+    ended = gone(actor)
+    inner = ray.get(outer)
+    return [ended, kind_once_lost(inner), kind_of(ray.get, inner), kind_of(ray.get, scale.remote(inner, 2))]
 
 
 # Copies and pickles ----------------------------------------------------------------------------
@@ -1914,7 +1968,7 @@ def _pickled_size(pickled, payload):
 @case
 def pickle_of_tensor_results():
     got, part = round_trip(floats()), round_trip(floats(shape=(1024, 384)))[:256].clone()
-    pickles = [pickle.dumps(value, protocol) for value in (got, part) for protocol in (2, 4, 5)]
+    pickles = [pickle.dumps(value, protocol) for value in (got, part) for protocol in (4, 5)]
     return [[_pickled_size(p, got.nbytes) for p in pickles], [pickle.loads(p) for p in pickles]]
 
 

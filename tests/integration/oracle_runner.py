@@ -1,6 +1,6 @@
 """Runs the oracle cases in fresh processes: plain Ray, or Ray with the pool installed.
 
-    python oracle_runner.py --mode plain|pool --out results.jsonl [case ...]
+Usage: python oracle_runner.py --mode plain|pool --out results.jsonl [case ...]
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ def _start(mode):
         object_store_memory=400 * 2**20,
         runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
     )
+    from oracle_cases import warm_up
+
+    warm_up()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _report(stream, line):

@@ -1,0 +1,198 @@
+"""The task, the tiny policy and the arithmetic of GRPO. Plain torch: nothing here knows Ray.
+
+The task is counting on: a prompt names a stride and a first number, and the answer goes on from there
+until no number is left, then stops.
+
+    BOS 2 51  ->  53 55 57 59 EOS
+
+The score comes from checking the answer, so no example answers are needed. A random policy gets about
+one token in `VOCAB_SIZE` right.
+
+Shapes: B rows, P = `PROMPT_LENGTH`, R = `RESPONSE_LENGTH`, V = `VOCAB_SIZE`. Prompts all have length P;
+responses are padded to R on the right, and `response_mask` is 1 up to and including their EOS.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+NUMBERS = 61  # the tokens 0 … 60 are the numbers
+PAD, BOS, EOS = NUMBERS, NUMBERS + 1, NUMBERS + 2
+VOCAB_SIZE = NUMBERS + 3
+MAX_STRIDE = 3
+PROMPT_LENGTH = 3
+RESPONSE_LENGTH = 24
+MIN_ANSWER_LENGTH = 6
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+KL_COEFFICIENT = 0.02
+
+# Newer versions of transformers call the argument `cache`.
+_CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def make_prompts(rows: int, generator: torch.Generator) -> Tensor:
+    """Returns random prompts `BOS stride first`, int64 (rows, P), whose answers fit into R tokens."""
+    stride = torch.randint(1, MAX_STRIDE + 1, (rows,), generator=generator)
+    length = torch.randint(MIN_ANSWER_LENGTH, RESPONSE_LENGTH + 1, (rows,), generator=generator)
+    spare = torch.randint(0, MAX_STRIDE, (rows,), generator=generator) % stride
+    first = (NUMBERS - 1 - stride * (length - 1) - spare).clamp(min=0)
+    return torch.stack([torch.full_like(first, BOS), stride, first], dim=1)
+
+
+def score_responses(prompts: Tensor, responses: Tensor, response_mask: Tensor) -> Tensor:
+    """Scores responses by the share of right tokens.
+
+    A token is right if it is the number before it plus the stride, or EOS where that would pass the
+    last number. The divisor is the length of the right answer or of the response, whichever is larger,
+    so only the exact answer gets 1: neither stopping early nor rambling on pays.
+
+    Args:
+        prompts: int64 (B, P).
+        responses: int64 (B, R).
+        response_mask: int64 (B, R).
+
+    Returns:
+        float32 (B,), from 0 to 1.
+    """
+    stride, first = prompts[:, 1:2], prompts[:, 2:3]
+    before = torch.cat([first, responses[:, :-1]], dim=1)
+    following = torch.where(before + stride < NUMBERS, before + stride, EOS)
+    right = (responses == following) & (before < NUMBERS) & response_mask.bool()
+    answer_length = (NUMBERS - 1 - first) // stride + 1
+    length = torch.maximum(answer_length, response_mask.sum(dim=1, keepdim=True))
+    return right.sum(dim=1) / length[:, 0]
+
+
+def build_policy(seed: int) -> LlamaForCausalLM:
+    """Returns a two-layer transformer of about 90,000 random parameters."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=PROMPT_LENGTH + RESPONSE_LENGTH,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def sample_responses(policy: LlamaForCausalLM, prompts: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """Samples one response per row at temperature 1, with a KV cache.
+
+    Args:
+        policy: Any causal language model of transformers.
+        prompts: int64 (B, P).
+        generator: Source of all randomness.
+
+    Returns:
+        `responses` and `response_mask`, int64 (B, R), and `rollout_log_dist`, float32 (B, R, V): the
+        log-probabilities of all tokens that each response token was drawn from.
+    """
+    rows = len(prompts)
+    responses = torch.full((rows, RESPONSE_LENGTH), PAD)
+    mask = torch.zeros((rows, RESPONSE_LENGTH), dtype=torch.int64)
+    log_dist = torch.zeros((rows, RESPONSE_LENGTH, VOCAB_SIZE))
+    running = torch.ones(rows, dtype=torch.bool)
+    cache, tokens = DynamicCache(), prompts
+    for position in range(RESPONSE_LENGTH):
+        logits = policy(input_ids=tokens, use_cache=True, **{_CACHE: cache}).logits[:, -1]
+        log_dist[:, position] = logits.log_softmax(dim=-1)
+        drawn = torch.multinomial(log_dist[:, position].exp(), 1, generator=generator)
+        tokens = torch.where(running[:, None], drawn, PAD)
+        responses[:, position] = tokens[:, 0]
+        mask[:, position] = running
+        running = running & (tokens[:, 0] != EOS)
+        if not running.any():
+            break
+    return {"responses": responses, "response_mask": mask, "rollout_log_dist": log_dist}
+
+
+def response_log_dist(policy: LlamaForCausalLM, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Returns log-probabilities of all tokens at each response position.
+
+    Args:
+        policy: Any causal language model of transformers.
+        input_ids: int64 (B, P + R), prompt and response.
+        attention_mask: int64 (B, P + R), 0 on padding.
+
+    Returns:
+        float32 (B, R, V).
+    """
+    logits = policy(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+    return logits[:, PROMPT_LENGTH - 1 : -1].log_softmax(dim=-1)
+
+
+def token_log_probs(log_dist: Tensor, tokens: Tensor) -> Tensor:
+    """Picks the log-probabilities (B, R) of tokens (B, R) from a distribution (B, R, V)."""
+    return log_dist.gather(-1, tokens[..., None])[..., 0]
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns the mean over the positions where the mask (0 or 1, same shape as values) is 1."""
+    return (values * mask).sum() / mask.sum()
+
+
+def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Returns the exact KL(p || q) per position, (B, R), of two distributions (B, R, V)."""
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """Returns the entropy per position, (B, R), of a distribution (B, R, V)."""
+    return -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def group_advantages(rewards: Tensor, groups: np.ndarray) -> Tensor:
+    """Normalises each reward by mean and standard deviation of the responses to the same prompt.
+
+    Args:
+        rewards: float32 (B,).
+        groups: (B,), equal for the responses to one prompt.
+
+    Returns:
+        float32 (B,).
+    """
+    _, numbers = np.unique(groups, return_inverse=True)
+    group = torch.from_numpy(numbers)
+    size = torch.bincount(group)
+    mean = torch.zeros(len(size)).index_add(0, group, rewards) / size
+    centred = rewards - mean[group]
+    variance = torch.zeros(len(size)).index_add(0, group, centred**2) / size
+    return centred / (variance[group].sqrt() + 1e-4)
+
+
+def grpo_loss(log_dist: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+    """Computes the clipped GRPO loss, averaged over tokens, plus the KL divergence to the reference.
+
+    Args:
+        log_dist: float32 (B, R, V), of the policy in training.
+        batch: `responses`, `response_mask` and `old_log_probs` (B, R), `advantages` (B,),
+            `ref_log_dist` (B, R, V).
+
+    Returns:
+        The loss, and what is worth watching.
+    """
+    mask = batch["response_mask"]
+    ratio = (token_log_probs(log_dist, batch["responses"]) - batch["old_log_probs"]).exp()
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    advantages = batch["advantages"][:, None]
+    policy_loss = masked_mean(-torch.minimum(ratio * advantages, clipped * advantages), mask)
+    reference_kl = masked_mean(kl_divergence(log_dist, batch["ref_log_dist"]), mask)
+    loss = policy_loss + KL_COEFFICIENT * reference_kl
+    metrics: dict[str, Any] = {"loss": loss, "reference_kl": reference_kl, "clipped": masked_mean((ratio != clipped).float(), mask)}
+    return loss, {name: value.item() for name, value in metrics.items()}

@@ -1,0 +1,201 @@
+"""`Store`: put, get, wait, free and create on this node's pool. Synchronous; knows nothing of Ray."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_ray._native import pool
+from mooncake_ray.config import Config
+from mooncake_ray.errors import ObjectLostError, ObjectNotFoundError
+from mooncake_ray.store import node
+from mooncake_ray.store.packing import Here, Packer, Region, scan
+
+__all__ = ["ObjectKey", "Store"]
+
+_HEADER = struct.Struct("<8sQ")  # magic, bytes of pickle; then the pickle, then the segments
+_MAGIC = b"MCRAYOB1"
+_PAGE = 4096
+_loading = threading.local()
+
+
+@dataclass(frozen=True)
+class ObjectKey:
+    """Names an object of one pool. Plain data: it may be pickled and sent by any means; it keeps nothing alive."""
+
+    pool: bytes
+    id: bytes
+
+    def __repr__(self) -> str:
+        return f"ObjectKey({self.pool.hex()[:8]}:{self.id.hex()})"
+
+
+def _region_being_loaded() -> Region:
+    return _loading.region
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, packer: Packer) -> None:
+        super().__init__(file, protocol=5)
+        self._packer = packer
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (_region_being_loaded, ()) if type(obj) is Here else self._packer.reduce(obj)
+
+
+class Store:
+    """This process's view of one node-wide pool. Thread-safe; a forked child connects anew on first use.
+
+    Objects belong to the store that put them: they stay until `free`, or until the process ends, and as long after as a view of them lives
+    anywhere on the node. Nothing that is not freed is ever dropped to make room.
+    """
+
+    def __init__(self, scope: str = "default", config: Config | None = None) -> None:
+        """Joins the pool `scope` of this user on this node, starting its broker if need be.
+
+        Raises:
+            BrokerDiedError: no broker could be reached or started.
+            ConfigError: a setting is out of range.
+        """
+        self.config = config or Config.from_env()
+        self._name = node.broker_name(scope)
+        self._lock = threading.Lock()
+        self._client = node.connect(self._name, self.config)
+
+    @property
+    def client(self) -> pool.Client:
+        client = self._client
+        if client.usable:
+            return client
+        with self._lock:
+            if not self._client.usable:
+                self._client = node.connect(self._name, self.config)
+            return self._client
+
+    def put(self, value: Any, timeout_s: float | None = None) -> ObjectKey:
+        """Stores a picklable value; tensors and arrays in it are copied once, straight into the pool.
+
+        Args:
+            timeout_s: How long to wait for room; default `config.put_timeout_s`.
+
+        Raises:
+            StoreFullError: no room before the deadline; nothing was stored.
+        """
+        client = self.client
+        smallest = scan(value, self.config.min_bytes)
+        packer = Packer(smallest if smallest is not None else 1 << 62)
+        file = io.BytesIO()
+        file.write(_HEADER.pack(_MAGIC, 0))
+        _Pickler(file, packer).dump(value)
+        blob = file.getbuffer()
+        _HEADER.pack_into(blob, 0, _MAGIC, len(blob) - _HEADER.size)
+        id = client.new_id()
+        segments = packer.segments
+        if not segments.parts and len(blob) <= pool.INLINE_MAX:
+            client.put_inline(id, blob, pool.KIND_SELF, id)
+            return ObjectKey(client.pool_id, id)
+        start = _start_of_segments(len(blob)) if segments.parts else len(blob)
+        lease = client.create(id, start + segments.nbytes, self.config.put_timeout_s if timeout_s is None else timeout_s)
+        memoryview(lease)[: len(blob)] = blob
+        lease.copy([(start + offset, address, n) for offset, address, n in segments.parts])
+        lease.seal(pool.KIND_SELF, id)
+        return ObjectKey(client.pool_id, id)
+
+    def get(self, key: ObjectKey, timeout_s: float | None = None) -> Any:
+        """The value. Tensors are private copy-on-write views of the pool, arrays read-only views; both keep their memory alive.
+
+        Raises:
+            ObjectNotFoundError: freed, or never stored here.
+            ObjectLostError: the key is of another pool, whose broker is gone.
+            GetTimeoutError: still being written after `timeout_s` seconds (None: no limit).
+        """
+        client = self._client_of(key)
+        pin = client.get(key.id, timeout_s)
+        raw = memoryview(pin)
+        magic, n = _HEADER.unpack_from(raw)
+        if magic != _MAGIC:
+            raise ObjectNotFoundError(f"object {key.id.hex()} was not stored by Store.put; use view()")
+        region = _Offset(client, key.id, _start_of_segments(_HEADER.size + n))
+        outer, _loading.region = getattr(_loading, "region", None), region
+        try:
+            return pickle.loads(raw[_HEADER.size : _HEADER.size + n])
+        finally:
+            _loading.region = outer
+
+    def view(self, key: ObjectKey, timeout_s: float | None = None, mutable: bool = False) -> memoryview:
+        """The bytes of an object made with `create`: read-only and shared, or (`mutable`) private copy-on-write."""
+        return memoryview(self._client_of(key).get(key.id, timeout_s, mutable))
+
+    def create(self, nbytes: int, timeout_s: float | None = None) -> pool.Lease:
+        """A writable, unsealed object of `nbytes` bytes. `publish` it, or let it go and the memory returns."""
+        client = self.client
+        return client.create(client.new_id(), nbytes, self.config.put_timeout_s if timeout_s is None else timeout_s)
+
+    def publish(self, lease: pool.Lease) -> ObjectKey:
+        """Seals a lease: from now on others can read it, and nobody can write it."""
+        id = lease.id
+        lease.seal(pool.KIND_SELF, id)
+        return ObjectKey(self.client.pool_id, id)
+
+    def wait(self, keys: Sequence[ObjectKey], num_returns: int | None = None, timeout_s: float | None = None) -> tuple[list[ObjectKey], list[ObjectKey]]:
+        """Waits until `num_returns` (default: all) of the objects can be read, or the deadline. Returns `(ready, not ready)`, in order."""
+        if num_returns is not None and not 0 < num_returns <= len(keys):
+            raise ValueError(f"num_returns must be between 1 and {len(keys)}, got {num_returns}")
+        if not keys:
+            return [], []
+        ready = self._client_of(*keys).wait([k.id for k in keys], num_returns or len(keys), timeout_s)
+        return [k for k, r in zip(keys, ready, strict=True) if r], [k for k, r in zip(keys, ready, strict=True) if not r]
+
+    def free(self, keys: Sequence[ObjectKey]) -> None:
+        """Forgets objects. Views that live keep their memory; nobody can get them any more."""
+        client = self._client_of(*keys)
+        client.remove([k.id for k in keys])
+        for k in keys:
+            client.unclaim(pool.KIND_SELF, k.id)
+
+    def stats(self) -> dict[str, Any]:
+        """The broker's state: bytes, pages, leases, pins, claims, and a row a session."""
+        return json.loads(self.client.stats())
+
+    def close(self) -> None:
+        """Leaves the pool; what this store put is freed. Views stay valid, and delay that until they are gone."""
+        self._client.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _client_of(self, *keys: ObjectKey) -> pool.Client:
+        client = self.client
+        for key in keys:
+            if key.pool != client.pool_id:
+                raise ObjectLostError(f"{key!r} is of another pool than this process's {client.pool_id.hex()[:8]}; its broker is gone")
+        return client
+
+
+class _Offset(Region):
+    """A region whose segments start some way into the object."""
+
+    __slots__ = ("start",)
+
+    def __init__(self, client: pool.Client, id: bytes, start: int) -> None:
+        super().__init__(client, id)
+        self.start = start
+
+    def shared(self) -> Any:
+        return memoryview(super().shared())[self.start :]
+
+    def private(self) -> Any:
+        return memoryview(super().private())[self.start :]
+
+
+def _start_of_segments(blob_bytes: int) -> int:
+    return -(-blob_bytes // _PAGE) * _PAGE

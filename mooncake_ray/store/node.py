@@ -1,0 +1,73 @@
+"""Finds this node's broker, or starts it.
+
+A broker serves one name in the abstract socket namespace, so two processes that start one at the same time end up with one: the second
+cannot bind, and connects. The name carries the user, so users do not meet.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mooncake_ray._native import pool
+from mooncake_ray.config import Config
+from mooncake_ray.errors import BrokerDiedError
+
+__all__ = ["broker_name", "connect"]
+
+_ADDRESS_IN_USE = 17  # exit status of mooncake-broker: another one serves the name
+_NAME_BYTES = 100  # sun_path has 108
+
+
+def broker_name(scope: str) -> str:
+    """The socket name of the pool that processes with the same `scope` share on this node."""
+    name = f"mooncake_ray/{os.geteuid()}/{scope}"
+    if len(name.encode()) > _NAME_BYTES:
+        raise ValueError(f"scope too long: {len(name.encode())} bytes of {_NAME_BYTES}: {scope!r}")
+    return name
+
+
+def process_label() -> str:
+    """What StoreFullError and `stats` call this process."""
+    return Path(sys.argv[0] or "python").name[:64]
+
+
+def connect(name: str, config: Config, *, watch_pid: int = 0, log: str | None = None) -> pool.Client:
+    """Opens a session with the broker that serves `name`, starting one if there is none.
+
+    Args:
+        name: From `broker_name`.
+        watch_pid: The broker exits when this process does. 0: only when nobody has used it for `config.linger_s`.
+        log: File for the broker's complaints; None drops them.
+
+    Raises:
+        BrokerDiedError: no broker answered within `config.start_timeout_s`.
+    """
+    deadline = time.monotonic() + config.start_timeout_s
+    while True:
+        try:
+            return pool.Client.connect(name, process_label())
+        except BrokerDiedError as e:
+            if time.monotonic() > deadline:
+                raise BrokerDiedError(f"no broker for {name!r} within {config.start_timeout_s} s: {e}") from e
+        _start(name, config, watch_pid, log)
+
+
+def _start(name: str, config: Config, watch_pid: int, log: str | None) -> None:
+    """Runs mooncake-broker, which returns once it (or another one) serves the name."""
+    program = Path(pool.__file__).with_name("mooncake-broker")
+    command = [
+        str(program),
+        *("--name", name),
+        *("--capacity", str(config.pool_bytes)),
+        *("--prefault", str(config.prefault_bytes)),
+        *("--watch-pid", str(watch_pid)),
+        *("--linger", str(config.linger_s)),
+    ]
+    with open(log or os.devnull, "ab") as sink:
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, check=False).returncode
+    if code not in (0, _ADDRESS_IN_USE):
+        raise BrokerDiedError(f"{program} exited with status {code} before it served {name!r}; see {log or 'its standard error'}")

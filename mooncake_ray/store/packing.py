@@ -1,0 +1,246 @@
+"""How tensors and arrays leave a pickle for the pool, and come back as views of it.
+
+A `Packer` is asked for every object that is pickled. For a dense CPU tensor or a NumPy array it notes the memory as a segment of the pool
+object to be, and answers with a reduction that names the segment: what goes through the pickle is some hundred bytes. Everything else,
+and whatever cannot be expressed as plain strided memory (sparse, quantised, CUDA, object dtype, …), is pickled as usual.
+
+Torch is looked up, never imported: a process that has no torch has no tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Packer", "Region", "Segments", "scan", "unpack_array", "unpack_tensor"]
+
+_ALIGN = 64  # bytes: a cache line, and enough for every dtype
+_PAGE = 4096  # bytes: large segments start on a page
+_PAGE_FROM = 1 << 20
+_SMALL = 1 << 10  # bytes: below, a segment costs more than pickling the value
+_SCAN_NODES = 512  # containers and leaves that `scan` looks at
+
+
+@dataclass
+class Segments:
+    """Memory that is going to be one pool object. Offsets are given out as segments are added; the copy comes last."""
+
+    nbytes: int = 0
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    """`(offset, address, nbytes)`, as `Lease.copy` takes them."""
+    owners: list[Any] = field(default_factory=list)
+
+    def add(self, address: int, nbytes: int, owner: Any) -> int:
+        """Notes `nbytes` bytes at `address`, which `owner` keeps alive. Returns their offset in the object."""
+        align = _PAGE if nbytes >= _PAGE_FROM else _ALIGN
+        offset = -(-self.nbytes // align) * align
+        self.parts.append((offset, address, nbytes))
+        self.owners.append(owner)
+        self.nbytes = offset + nbytes
+        return offset
+
+
+class Region:
+    """One pool object as the views on it see it: pinned on first use, shared read-only or private copy-on-write."""
+
+    __slots__ = ("_private", "_shared", "client", "id")
+
+    def __init__(self, client: Any, id: bytes) -> None:
+        self.client, self.id = client, id
+        self._shared = self._private = None
+
+    def shared(self) -> Any:
+        """A Pin: read-only, the same memory for every reader on the node."""
+        if self._shared is None:
+            self._shared = self.client.get(self.id)
+        return self._shared
+
+    def private(self) -> Any:
+        """A Pin: writable; what is written stays with this region's views."""
+        if self._private is None:
+            self._private = self.client.get(self.id, 0, True)
+        return self._private
+
+
+class Here:
+    """Stands in a pickle for the pool object that the pickle's own segments go to."""
+
+
+def unpack_array(region: Region, offset: int, dtype: np.dtype, shape: tuple[int, ...], order: str, writable: bool) -> np.ndarray:
+    """A view of a region. Read-only unless `writable`, and then private. Keeps the pinned memory alive."""
+    array: np.ndarray = np.ndarray(shape, dtype, region.private() if writable else region.shared(), offset, order=order)  # type: ignore[call-overload]
+    if not writable:
+        array.flags.writeable = False
+    return array
+
+
+def unpack_array_as(array: np.ndarray, cls: type, state: dict[str, Any] | None) -> np.ndarray:
+    out = array.view(cls)
+    if state:
+        out.__dict__.update(state)
+    return out
+
+
+def unpack_tensor(
+    region: Region, offset: int, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...] | None, packed: tuple[int, ...], requires_grad: bool
+) -> Any:
+    """A private copy-on-write view of a region, as a tensor. Keeps the pinned memory alive.
+
+    Args:
+        packed: Shape of what is stored, row-major. Differs from `shape` where the tensor was expanded.
+        stride: Strides in elements for a dense tensor that is not row-major, else None.
+    """
+    import torch
+
+    kind = getattr(torch, dtype)
+    count = kind.itemsize
+    for n in packed:
+        count *= n
+    flat = torch.frombuffer(region.private(), dtype=torch.uint8, count=count, offset=offset).view(kind)
+    if stride is not None:
+        tensor = flat.as_strided(shape, stride)
+    else:
+        tensor = flat.view(packed)
+        if packed != shape:
+            tensor = tensor.expand(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def scan(value: Any, minimum: int) -> int | None:
+    """From which size on its tensors and arrays should be routed: bytes, or None for not at all.
+
+    Looks only at plain containers, and only at so many of their members, so that an object that is not going to be routed pays microseconds.
+    """
+    torch = sys.modules.get("torch")
+    tensor = torch.Tensor if torch else ()
+    total, left, opaque, stack = 0, _SCAN_NODES, False, [value]
+    while stack:
+        node = stack.pop()
+        kind = type(node)
+        if kind in _SCALARS:
+            continue
+        left -= 1
+        if left < 0:
+            opaque = True
+            break
+        if kind is dict:
+            stack.extend(node.values())
+        elif kind is list or kind is tuple:
+            stack.extend(node if len(node) <= left else node[: left + 1])
+        elif isinstance(node, np.ndarray):
+            total += node.nbytes
+        elif isinstance(node, tensor):
+            try:
+                total += node.nbytes
+            except (RuntimeError, NotImplementedError):  # a layout without a size, such as sparse
+                opaque = True
+        else:
+            opaque = True
+        if total >= minimum:
+            return _SMALL
+    return minimum if opaque else None
+
+
+_SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+
+
+class Packer:
+    """Takes tensors and arrays of at least `smallest` bytes out of one pickle. Used by one thread, once."""
+
+    def __init__(self, smallest: int) -> None:
+        self.smallest = smallest
+        self.segments = Segments()
+        self.here = Here()
+        torch = sys.modules.get("torch")
+        self._tensor = torch.Tensor if torch else ()
+
+    def reduce(self, obj: Any) -> Any:
+        """A reduction as `pickle` takes it, or NotImplemented for an object that is pickled as usual."""
+        if isinstance(obj, np.ndarray):
+            return self._reduce_array(obj)
+        if isinstance(obj, self._tensor):
+            return self._reduce_tensor(obj)
+        return NotImplemented
+
+    def place(self, address: int, nbytes: int, owner: Any) -> tuple[Any, int]:
+        """Where these bytes are going to be: something that unpickles as a Region, and the offset in it."""
+        return self.here, self.segments.add(address, nbytes, owner)
+
+    def _reduce_array(self, array: np.ndarray) -> Any:
+        cls = type(array)
+        if array.nbytes < self.smallest or array.dtype.hasobject:
+            return NotImplemented
+        if cls is not np.ndarray:
+            plain = np.ndarray
+            if cls.__reduce__ is not plain.__reduce__ or cls.__reduce_ex__ is not plain.__reduce_ex__ or cls.__setstate__ is not plain.__setstate__:
+                return NotImplemented
+        # As pickle protocol 5 does: contiguous memory comes back read-only, anything else as a fresh array of its own.
+        contiguous = array.flags.c_contiguous or array.flags.f_contiguous
+        base = array if contiguous else np.ascontiguousarray(array)
+        order = "C" if base.flags.c_contiguous else "F"
+        where, offset = self.place(base.ctypes.data, base.nbytes, base)
+        writable = not contiguous or cls is not np.ndarray
+        plain_array = (where, offset, base.dtype, base.shape, order, writable)
+        if cls is np.ndarray:
+            return unpack_array, plain_array
+        return unpack_array_as, (_Call(unpack_array, plain_array), cls, getattr(array, "__dict__", None))
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        torch = sys.modules["torch"]
+        cls = type(tensor)
+        try:
+            plain = (
+                tensor.layout is torch.strided
+                and tensor.device.type == "cpu"
+                and tensor.nbytes >= self.smallest
+                and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+                and tensor._backward_hooks is None
+                and not hasattr(tensor, "__tensor_flatten__")
+            )
+        except (RuntimeError, NotImplementedError):  # a wrapper without storage
+            return NotImplemented
+        if not plain or cls.__reduce_ex__ is not torch.Tensor.__reduce_ex__:
+            return NotImplemented
+        state = torch._utils._get_obj_state(tensor)
+        if cls is torch.Tensor:
+            return NotImplemented if state else (unpack_tensor, self._pack_tensor(tensor))
+        return torch._utils._rebuild_from_type_v2, (unpack_tensor, cls, self._pack_tensor(tensor), state)
+
+    def _pack_tensor(self, tensor: Any) -> tuple[Any, ...]:
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        base, keep_stride = tensor.detach(), None
+        if not base.is_contiguous():
+            for dim, (n, step) in enumerate(zip(shape, stride, strict=True)):
+                if step == 0 and n > 1:  # expanded: the copies are not stored
+                    base = base.narrow(dim, 0, 1)
+            if base.shape == tensor.shape and _is_dense(shape, stride):
+                keep_stride = stride
+            else:
+                base = base.contiguous()
+        nbytes = base.numel() * base.element_size()
+        where, offset = self.place(base.data_ptr(), nbytes, base)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return where, offset, dtype, shape, keep_stride, tuple(base.shape), tensor.requires_grad
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one span of memory, each place once (a permuted row-major tensor)."""
+    expected = 1
+    for step, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+class _Call:
+    """A value that unpickles as `function(*args)`: for a reduction nested in another."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> Any:
+        return self.function, self.args
