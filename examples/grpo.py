@@ -16,6 +16,7 @@ The policy starts from random weights and learns from the rewards alone (`grpo_m
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -78,6 +79,7 @@ def start_ray(rollout_workers: int) -> None:
                 num_cpus=max(4, rollout_workers + 2),
                 include_dashboard=False,
                 log_to_driver=False,
+                logging_level=logging.ERROR,
                 object_store_memory=RAY_STORE_BYTES,
             )
             return

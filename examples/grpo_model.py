@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:  # takes seconds to import, and only processes that hold a policy need it
+    from transformers import LlamaForCausalLM
 
 NUMBERS = 61  # the tokens 0 … 60 are the numbers
 PAD, BOS, EOS = NUMBERS, NUMBERS + 1, NUMBERS + 2
@@ -33,9 +35,6 @@ MIN_ANSWER_LENGTH = 6
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 KL_COEFFICIENT = 0.02
-
-# Newer versions of transformers call the argument `cache`.
-_CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 def make_prompts(rows: int, generator: torch.Generator) -> Tensor:
@@ -73,6 +72,8 @@ def score_responses(prompts: Tensor, responses: Tensor, response_mask: Tensor) -
 
 def build_policy(seed: int) -> LlamaForCausalLM:
     """Returns a two-layer transformer of about 90,000 random parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -103,14 +104,18 @@ def sample_responses(policy: LlamaForCausalLM, prompts: Tensor, generator: torch
         `responses` and `response_mask`, int64 (B, R), and `rollout_log_dist`, float32 (B, R, V): the
         log-probabilities of all tokens that each response token was drawn from.
     """
+    from transformers import DynamicCache
+
+    # Newer versions of transformers call the argument `cache`.
+    cache_argument = "cache" if "cache" in inspect.signature(policy.forward).parameters else "past_key_values"
+    cache, tokens = DynamicCache(), prompts
     rows = len(prompts)
     responses = torch.full((rows, RESPONSE_LENGTH), PAD)
     mask = torch.zeros((rows, RESPONSE_LENGTH), dtype=torch.int64)
     log_dist = torch.zeros((rows, RESPONSE_LENGTH, VOCAB_SIZE))
     running = torch.ones(rows, dtype=torch.bool)
-    cache, tokens = DynamicCache(), prompts
     for position in range(RESPONSE_LENGTH):
-        logits = policy(input_ids=tokens, use_cache=True, **{_CACHE: cache}).logits[:, -1]
+        logits = policy(input_ids=tokens, use_cache=True, **{cache_argument: cache}).logits[:, -1]
         log_dist[:, position] = logits.log_softmax(dim=-1)
         drawn = torch.multinomial(log_dist[:, position].exp(), 1, generator=generator)
         tokens = torch.where(running[:, None], drawn, PAD)
@@ -194,5 +199,5 @@ def grpo_loss(log_dist: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, di
     policy_loss = masked_mean(-torch.minimum(ratio * advantages, clipped * advantages), mask)
     reference_kl = masked_mean(kl_divergence(log_dist, batch["ref_log_dist"]), mask)
     loss = policy_loss + KL_COEFFICIENT * reference_kl
-    metrics: dict[str, Any] = {"loss": loss, "reference_kl": reference_kl, "clipped": masked_mean((ratio != clipped).float(), mask)}
+    metrics = {"loss": loss, "reference_kl": reference_kl, "clipped": masked_mean((ratio != clipped).float(), mask)}
     return loss, {name: value.item() for name, value in metrics.items()}

@@ -1,1 +1,93 @@
-"""A data plane for reinforcement-learning post-training on Ray."""
+"""A data plane for reinforcement-learning post-training on Ray: batches and weights go through a shared-memory pool.
+
+    import mooncake_ray, ray
+    mooncake_ray.install()
+    ray.init()          # from here on, unchanged Ray code
+
+Importing this package imports neither torch nor ray, and starts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mooncake_ray.config import Config
+from mooncake_ray.errors import (
+    BrokerDiedError,
+    ConfigError,
+    GetTimeoutError,
+    MooncakeRayError,
+    ObjectLostError,
+    ObjectNotFoundError,
+    SchemaError,
+    StoreError,
+    StoreFullError,
+)
+
+if TYPE_CHECKING:
+    from mooncake_ray.data import DataProto
+    from mooncake_ray.objects.api import free, get, pool_stats, put, stats, wait
+    from mooncake_ray.objects.install import install, installed, runtime_env, uninstall
+    from mooncake_ray.objects.install import runtime_env_hook as ray_hook
+    from mooncake_ray.objects.remote import remote
+    from mooncake_ray.store import ObjectKey, Store
+
+__all__ = [
+    "BrokerDiedError",
+    "Config",
+    "ConfigError",
+    "DataProto",
+    "GetTimeoutError",
+    "MooncakeRayError",
+    "ObjectKey",
+    "ObjectLostError",
+    "ObjectNotFoundError",
+    "SchemaError",
+    "Store",
+    "StoreError",
+    "StoreFullError",
+    "free",
+    "get",
+    "install",
+    "installed",
+    "pool_stats",
+    "put",
+    "ray_hook",
+    "remote",
+    "runtime_env",
+    "stats",
+    "uninstall",
+    "wait",
+]
+
+_LAZY = {
+    "DataProto": "mooncake_ray.data:DataProto",
+    "ObjectKey": "mooncake_ray.store:ObjectKey",
+    "Store": "mooncake_ray.store:Store",
+    "free": "mooncake_ray.objects.api:free",
+    "get": "mooncake_ray.objects.api:get",
+    "install": "mooncake_ray.objects.install:install",
+    "installed": "mooncake_ray.objects.install:installed",
+    "pool_stats": "mooncake_ray.objects.api:pool_stats",
+    "put": "mooncake_ray.objects.api:put",
+    "ray_hook": "mooncake_ray.objects.install:runtime_env_hook",
+    "remote": "mooncake_ray.objects.remote:remote",
+    "runtime_env": "mooncake_ray.objects.install:runtime_env",
+    "stats": "mooncake_ray.objects.api:stats",
+    "uninstall": "mooncake_ray.objects.install:uninstall",
+    "wait": "mooncake_ray.objects.api:wait",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    module, attribute = _LAZY[name].split(":")
+    value = globals()[name] = getattr(importlib.import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -906,8 +906,16 @@ def numpy_layouts():
 
 @case
 def numpy_dtypes():
-    names = "?,i1,u1,i2,u2,i4,u4,i8,u8,f2,f4,f8,c8,c16,f16"
-    return {name: round_trip(array(dtype=name)) for name in names.split(",")}
+    names = "?,i1,u1,i2,u2,i4,u4,i8,u8,f2,f4,f8,c8,c16"
+    return [*(round_trip(array(dtype=name)) for name in names.split(",")), round_trip(long_doubles())]
+
+
+def long_doubles():
+    """Long doubles whose padding bytes are zero, so that all bytes can be compared."""
+    size = np.dtype(np.longdouble).itemsize
+    raw = array(dtype=np.longdouble).reshape(-1, 1).view(np.uint8).copy()
+    raw[:, 10:] = 0
+    return raw.reshape(-1).view(np.longdouble).reshape(-1, size)
 
 
 @case

@@ -163,7 +163,7 @@ def _evaluate(case, result):
     except BaseException as error:
         result["outcome"] = {"raised": outcome(error)}
         result["trace"] = traceback.format_exc()[-3000:]
-    gc.collect()
+    gc.collect(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,181 @@
+"""Turns routing on and off.
+
+`install()` in the driver, before `ray.init()`: the job's workers get a setup hook through Ray's own `RAY_RUNTIME_ENV_HOOK`, and the user's
+hooks run as before. Nothing of Ray's public API is replaced; the seams are two private functions on the way to the pickle (see `routing`)
+and the three private methods under `.remote()`, where tokens of by-value arguments must outlive the submission. `uninstall()` puts back
+what was there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import ray
+from ray._common.utils import load_class
+from ray._private import serialization as ray_serialization
+from ray._private import worker as ray_worker
+from ray.actor import ActorClass, ActorMethod
+from ray.remote_function import RemoteFunction
+
+from mooncake_ray.config import Config
+from mooncake_ray.errors import ConfigError
+from mooncake_ray.objects import routing, session
+
+__all__ = ["install", "installed", "runtime_env", "runtime_env_hook", "uninstall", "worker_setup"]
+
+_HOOK_VARIABLE = "RAY_RUNTIME_ENV_HOOK"
+_OUR_HOOK = "mooncake_ray.ray_hook"
+_USERS_HOOK_VARIABLE = "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK"
+_JOB_VARIABLE = "MOONCAKE_RAY_JOB"  # set in every worker of a job with our setup hook
+
+_lock = threading.RLock()
+_originals: list[tuple[Any, str, Any]] = []
+
+
+def install(config: Config | None = None, **settings: Any) -> None:
+    """Routes the tensors and arrays of this job through the pool. Call it in the driver before `ray.init()`. Idempotent.
+
+    Args:
+        config: Settings; default the environment's (`MOONCAKE_RAY_*`).
+        **settings: Single fields of `Config`, such as `capacity_bytes=8 << 30`.
+
+    Raises:
+        ConfigError: a setting is out of range, or Ray is running already and its job lacks the setup hook (then pass
+            `runtime_env=mooncake_ray.runtime_env()` to `ray.init`).
+    """
+    config = config or Config.from_env(**settings)
+    if not config.enabled:
+        return
+    worker = ray_worker.global_worker
+    if ray.util.client.ray.is_connected():
+        return  # Ray Client pickles in another process: everything stays Ray's
+    if worker.connected and worker.mode == ray_worker.SCRIPT_MODE and not _job_has_hook(worker):
+        raise ConfigError("mooncake_ray.install() must come before ray.init(), or ray.init needs runtime_env=mooncake_ray.runtime_env()")
+    session.configure(config)
+    with _lock:
+        if os.environ.get(_HOOK_VARIABLE) not in (None, _OUR_HOOK):
+            os.environ[_USERS_HOOK_VARIABLE] = os.environ[_HOOK_VARIABLE]
+        os.environ[_HOOK_VARIABLE] = _OUR_HOOK
+        routing.job_wide = True
+        open_seams()
+
+
+def uninstall() -> None:
+    """Restores Ray in this process, exactly. What is in the pool stays readable as long as refs to it live. Idempotent."""
+    with _lock:
+        while _originals:
+            owner, name, value = _originals.pop()
+            setattr(owner, name, value)
+        if os.environ.get(_HOOK_VARIABLE) == _OUR_HOOK:
+            del os.environ[_HOOK_VARIABLE]
+            if users := os.environ.pop(_USERS_HOOK_VARIABLE, None):
+                os.environ[_HOOK_VARIABLE] = users
+
+
+def installed() -> bool:
+    """Whether this process routes."""
+    return bool(_originals) and routing.enabled
+
+
+def runtime_env(env: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A Ray runtime environment with the workers' setup hook; the hook that `env` has runs too, after ours."""
+    env = dict(env or {})
+    env["worker_process_setup_hook"] = _chained(env.get("worker_process_setup_hook"))
+    env["env_vars"] = {**_settings_of(session.config()), **env.get("env_vars", {}), _JOB_VARIABLE: "1"}
+    return env
+
+
+def runtime_env_hook(env: dict[str, Any] | None) -> dict[str, Any]:
+    """What `RAY_RUNTIME_ENV_HOOK=mooncake_ray.ray_hook` calls in `ray.init`: installs here, and has the workers do so."""
+    if (users := os.environ.get(_USERS_HOOK_VARIABLE)) is not None:
+        env = load_class(users)(env)
+    if not Config.from_env().enabled:
+        return env or {}
+    if not _originals:
+        install()
+    return runtime_env(env)
+
+
+def worker_setup() -> None:
+    """Runs in every worker of the job, before its first task."""
+    settings = Config.from_env()
+    session.configure(settings)
+    routing.enabled = settings.enabled
+    routing.job_wide = True
+    with _lock:
+        open_seams()
+    attach()
+
+
+def attach() -> None:
+    """Makes this process one that the broker can ask about what it called for."""
+    if (here := session.current()) is not None:
+        here.lifetimes.listen()
+
+
+def open_seams() -> None:
+    """Puts routing into this process. Idempotent."""
+    if _originals:
+        return
+    _replace(ray_serialization, "pickle", routing.RoutingPickle(ray_serialization.pickle))
+    context = ray_serialization.SerializationContext
+    _replace(context, "serialize", routing.serialize_with(context.serialize))
+    for cls in (RemoteFunction, ActorMethod, ActorClass):
+        _replace(cls, "_remote", _submitting(cls._remote))
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _originals.append((owner, name, inspect.getattr_static(owner, name)))
+    setattr(owner, name, value)
+
+
+def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`_remote`, holding the tokens of arguments by value until Ray has counted them, and noting what was submitted."""
+
+    @functools.wraps(original)
+    def _remote(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = routing.state
+        outer, state.held = state.held, []
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            state.held = outer
+        here = session.current()
+        if here is not None:
+            here.lifetimes.listen()
+            num_returns = kwargs.get("num_returns") or getattr(self, "_num_returns", None)
+            here.lifetimes.submitted(result, dynamic=num_returns in ("dynamic", -1))
+        return result
+
+    return _remote
+
+
+def _job_has_hook(worker: Any) -> bool:
+    return _JOB_VARIABLE in worker.runtime_env.get("env_vars", {}) if isinstance(worker.runtime_env, dict) else _JOB_VARIABLE in str(
+        ray.get_runtime_context().runtime_env
+    )
+
+
+def _chained(users: str | Callable[[], Any] | None) -> str | Callable[[], Any]:
+    ours = f"{__name__}.worker_setup"
+    if users is None or users == ours:
+        return ours
+
+    def setup() -> None:
+        worker_setup()
+        (load_class(users) if isinstance(users, str) else users)()
+
+    setup.__mooncake_ray__ = True  # type: ignore[attr-defined]
+    return users if getattr(users, "__mooncake_ray__", False) else setup
+
+
+def _settings_of(config: Config) -> dict[str, str]:
+    plain = Config()
+    values = ((f.name, getattr(config, f.name), getattr(plain, f.name)) for f in fields(Config))
+    return {f"MOONCAKE_RAY_{name.upper()}": str(int(value) if isinstance(value, bool) else value) for name, value, default in values if value != default}

@@ -1,0 +1,209 @@
+"""Binds pool objects to the lifetimes Ray already counts.
+
+Ray has two kinds of owner, so there are two kinds of claim:
+
+* What a process puts, or passes by value, it owns. A *token* (a tiny real Ray object of this process) is counted by Ray as contained in
+  the value; when the last reference to the value anywhere is gone Ray drops the token, and the claim ends.
+* What a task returns, its caller owns, and it must survive the process that made it. The claim is named after the return value; the broker
+  asks the processes on the node whose it is, and its owner asks Ray to be told when the return value goes out of scope.
+
+Nothing here waits for time to pass: a claim ends when Ray says that an object is out of scope, or when its owner's process is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from mooncake_ray._native import pool
+from mooncake_ray.errors import BrokerDiedError
+from mooncake_ray.objects.counters import count
+
+__all__ = ["Lifetimes"]
+
+logger = logging.getLogger("mooncake_ray")
+
+_TASK_BYTES, _ID_BYTES = 24, 28  # of a TaskID; of an ObjectID, which is a TaskID and a little-endian index
+_RECENT = 1 << 14  # submissions remembered: only so that a return value dropped before its task ended is known as ours
+_LOOK_AGAIN_S = 0.02  # between looks at Ray's books for what Ray has no callback for
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """What this process knows of a task it submitted."""
+
+    generator: Callable[[], Any] | None = None  # a weak reference, for a streaming generator
+    dynamic: bool = False  # num_returns="dynamic": items behind one ref, known when the task has ended
+
+
+@dataclass
+class _Watched:
+    """An object that this process waits to see leave Ray's reference table."""
+
+    key: tuple[int, bytes]
+    hex_id: str
+
+
+@dataclass
+class Lifetimes:
+    """Claims of one process in one Ray session. Thread-safe."""
+
+    client: pool.Client
+    worker: Any  # ray's global worker
+    _recent: OrderedDict[bytes, _Submission] = field(default_factory=OrderedDict)
+    _undecided: dict[bytes, _Submission] = field(default_factory=dict)  # returns that may not have reached this process yet
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread | None = None
+
+    # ---- what this process owns
+
+    def mint(self) -> ray.ObjectRef:
+        """A token: a Ray object owned by this process. When it is out of scope, so is what was claimed in its name."""
+        token = ray.put(b"")  # bytes, and nothing else: a pickle inside a pickle would make Ray forget the refs of the outer one
+        self._when_gone(token, pool.KIND_TOKEN, token.binary())
+        return token
+
+    def _when_gone(self, ref: ray.ObjectRef, kind: int, key: bytes) -> bool:
+        """Ends the claim when Ray drops `ref`. False if this process does not own it, or it is gone already."""
+        register = getattr(self.worker.core_worker, "add_object_out_of_scope_callback", None)
+        if register is None:  # before Ray 2.56: look at the reference table instead
+            return self._watch(ref, kind, key)
+        client = self.client
+        try:
+            return bool(register(ref, lambda _id: client.unclaim(kind, key)))
+        except ValueError:
+            return False
+
+    def _watch(self, ref: ray.ObjectRef, kind: int, key: bytes) -> bool:
+        if kind == pool.KIND_RETURN and not self._owns(ref):
+            return False
+        with self._lock:
+            self._watched[ref.hex()] = _Watched((kind, key), ref.hex())
+        return True
+
+    def _owns(self, ref: ray.ObjectRef) -> bool:
+        try:
+            owner = self.worker.core_worker.get_owner_address(ref)
+        except Exception:  # noqa: BLE001 - Ray raises a bare Exception for an object it does not know
+            return False
+        return self.worker.core_worker.get_worker_id().binary() in owner
+
+    # ---- what this process called for
+
+    def submitted(self, result: Any, dynamic: bool) -> None:
+        """Notes what `.remote()` returned."""
+        if isinstance(result, ray.ObjectRef):
+            task, what = result.binary()[:_TASK_BYTES], _DYNAMIC if dynamic else _PLAIN
+        elif isinstance(result, ray.ObjectRefGenerator):
+            task, what = result._generator_ref.binary()[:_TASK_BYTES], _Submission(generator=weakref.ref(result))
+        elif isinstance(result, list) and result and isinstance(result[0], ray.ObjectRef):
+            task, what = result[0].binary()[:_TASK_BYTES], _PLAIN
+        else:
+            return
+        with self._lock:
+            self._recent[task] = what
+            if len(self._recent) > _RECENT:
+                self._recent.popitem(last=False)
+
+    # ---- answering the broker
+
+    def listen(self) -> None:
+        """Starts the thread that answers the broker's questions. Idempotent."""
+        with self._lock:
+            if self._thread is not None:
+                return
+            self.client.listen()
+            self._thread = threading.Thread(target=self._run, name="mooncake_ray.lifetimes", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while self.worker.connected:
+                event = self.client.next_event(_LOOK_AGAIN_S if self._undecided or self._watched else 1.0)
+                if not self.worker.connected:
+                    break
+                if event is not None:
+                    self._answer(*event)
+                self._look_again()
+        except BrokerDiedError:
+            pass  # the session is over; whoever calls next is told
+        finally:
+            self.client.close()
+
+    def _answer(self, kind: int, key: bytes) -> None:
+        if kind == pool.KIND_TOKEN:  # the owner of a token died, and this process may still refer to what contains it
+            hex_id = key.hex()
+            if hex_id in self.worker.core_worker.get_all_reference_counts():
+                with self._lock:
+                    self._watched[hex_id] = _Watched((kind, key), hex_id)
+                self.client.adopt(kind, key)
+            else:
+                self.client.disown(kind, key, False)
+            return
+        with self._lock:
+            what = self._recent.get(key[:_TASK_BYTES])
+        if what is not None and what is not _PLAIN:
+            self._undecided[key] = what
+        else:
+            self._decide(key, _nth(key, 0), mine=what is not None)
+
+    def _decide(self, key: bytes, object_id: bytes, mine: bool) -> None:
+        ref = ray.ObjectRef(object_id)  # holds the object in scope meanwhile, if it is
+        if self._when_gone(ref, pool.KIND_RETURN, key):
+            count("adopted")
+            self.client.adopt(pool.KIND_RETURN, key)
+        else:
+            self.client.disown(pool.KIND_RETURN, key, mine)
+
+    def _look_again(self) -> None:
+        for key, what in list(self._undecided.items()):
+            if not _still_coming(self.worker.core_worker, what, _nth(key, 1)):
+                del self._undecided[key]
+                self._decide(key, _nth(key, 1), mine=True)
+        if not self._watched:
+            return
+        held = self.worker.core_worker.get_all_reference_counts()
+        with self._lock:
+            gone = [w for w in self._watched.values() if w.hex_id not in held]
+            for w in gone:
+                del self._watched[w.hex_id]
+        for w in gone:
+            self.client.unclaim(*w.key)
+
+
+_PLAIN, _DYNAMIC = _Submission(), _Submission(dynamic=True)
+
+
+def _index(object_id: bytes) -> int:
+    return int.from_bytes(object_id[_TASK_BYTES:], "little")
+
+
+def _nth(key: bytes, shift: int) -> bytes:
+    """The ObjectID of the return value that a claim key names. The items of a stream stand one behind their ordinal."""
+    return key[:_TASK_BYTES] + (_index(key) + shift).to_bytes(_ID_BYTES - _TASK_BYTES, "little")
+
+
+def _still_coming(core_worker: Any, what: _Submission, item: bytes) -> bool:
+    """Whether an item may not be an object of this process yet. Until it is, touching its id would spoil Ray's record of its owner."""
+    if what.generator is not None:
+        generator = what.generator()
+        # What the reader has not passed yet, the stream holds.
+        return generator is not None and _index(_next_id(core_worker, generator._generator_ref)) <= _index(item)
+    first = item[:_TASK_BYTES] + (1).to_bytes(_ID_BYTES - _TASK_BYTES, "little")
+    if first.hex() not in core_worker.get_all_reference_counts():
+        return False
+    ready, _ = ray.wait([ray.ObjectRef(first)], timeout=0, fetch_local=False)
+    return not ready
+
+
+def _next_id(core_worker: Any, generator_ref: ray.ObjectRef) -> bytes:
+    peek = getattr(core_worker, "peek_next_object_id_binary", None)
+    return peek(generator_ref) if peek else core_worker.peek_object_ref_stream(generator_ref)[0].binary()

@@ -1,0 +1,245 @@
+"""Where Ray pickles a value, the tensors in it go to the pool instead.
+
+Ray serialises every value it stores or passes through `SerializationContext.serialize`, which ends in `pickle.dumps` of its own
+`ray._private.serialization` module. These are the two seams: the first tells what the value is for (a put, an argument, a return), the
+second pickles it with a pickler that takes tensors out. What is pickled by any other way (deepcopy, closures, plain pickle) never comes here.
+
+All tensors of one value share one pool object. The value's own bytes, some hundred, stay Ray's.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import pickle
+import sys
+import threading
+from concurrent.futures import thread as _pool_threads
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray._private import worker as ray_worker
+
+from mooncake_ray._native import pool
+from mooncake_ray.errors import StoreError
+from mooncake_ray.objects import frameworks, session
+from mooncake_ray.objects.counters import count
+from mooncake_ray.store.packing import Here, Packer, scan
+
+__all__ = ["Place", "RoutingPickle", "place_of", "state"]
+
+logger = logging.getLogger("mooncake_ray")
+
+_INLINE_LIMIT = 100 << 10  # bytes: Ray's default max_direct_call_object_size
+_PASS_ON_FROM = 16 << 10  # bytes: a smaller view of a pool object is copied, lest it keep the whole object
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a value is serialised for, and so whose its bytes are."""
+
+    kind: str  # "put", "argument", "return", "return of an async actor"
+    task: bytes = b""  # of a return: TaskID and ordinal
+
+
+class _State(threading.local):
+    place: Place | None = None
+    held: list[ray.ObjectRef] | None = None  # a list while `.remote()` runs on this thread: keeps tokens until the task is submitted
+    returning: tuple[bytes, int] | None = None  # the task whose returns this thread is storing, and its attempt
+    ordinal: int = 0
+    always: bool = False  # route regardless of size
+
+
+state = _State()
+job_wide = False  # the hook runs in every process of the job, so whoever calls a task answers for what it returns
+decorated_tasks: set[bytes] = set()  # tasks whose caller is known to answer although the hook does not run everywhere
+enabled = True
+
+_PUT = ray_worker.Worker.put_object.__code__
+_LOOPS = frozenset({ray_worker.Worker.main_loop.__code__, _pool_threads._WorkItem.run.__code__, None})
+
+
+def place_of(frame: Any) -> Place | None:
+    """What the Python frame that called `serialize` wants it for; None where the pool cannot follow the value's lifetime.
+
+    The caller of a put is a Python function of Ray's; arguments are serialised under `.remote()`; returns by compiled code that Python's
+    stack does not show, below which stands the worker's main loop, an executor, or nothing.
+    """
+    code = frame.f_code if frame is not None else None
+    if code is _PUT:
+        return _A_PUT
+    if state.held is not None:
+        return _AN_ARGUMENT
+    worker = ray_worker.global_worker
+    if code not in _LOOPS or worker.mode != ray_worker.WORKER_MODE:
+        return None
+    core = worker.core_worker
+    if core.current_actor_is_asyncio():  # its methods share threads, and Ray does not tell whose return this is
+        return _AN_ASYNC_RETURN
+    task, attempt = core.get_current_task_id().binary(), core.get_current_task_attempt_number()
+    if state.returning != (task, attempt):
+        state.returning, state.ordinal = (task, attempt), 0
+    state.ordinal += 1
+    if not job_wide and task not in decorated_tasks:
+        return None
+    return Place("return", task + state.ordinal.to_bytes(4, "little"))
+
+
+_A_PUT, _AN_ARGUMENT, _AN_ASYNC_RETURN = Place("put"), Place("argument"), Place("return of an async actor")
+
+
+class RoutingPickle:
+    """Stands for the `pickle` of Ray's serialization module: `dumps` routes, everything else is Ray's."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def dumps(self, obj: Any, protocol: int | None = None, buffer_callback: Any = None) -> bytes:
+        place = state.place
+        if place is not None and enabled:
+            smallest = 1 if state.always else scan(obj, session.config().min_bytes)
+            if smallest is not None:
+                data = _route(obj, smallest, place, protocol, buffer_callback)
+                if data is not None:
+                    return data
+        return self._original.dumps(obj, protocol=protocol, buffer_callback=buffer_callback)
+
+
+def _route(obj: Any, smallest: int, place: Place, protocol: int | None, buffer_callback: Any) -> bytes | None:
+    """The pickle of a value whose tensors are in the pool; None if Ray must take it whole."""
+    here = session.current()
+    if here is None:
+        return None
+    packer = _RayPacker(here.client, smallest)
+    buffers: list[Any] = []  # handed on only when nothing can fail any more
+    with io.BytesIO() as file:
+        _RayPickler(file, packer, protocol, buffers.append).dump(obj)
+        data = file.getvalue()
+    if packer.used:
+        try:
+            _commit(here, packer, place)
+        except (StoreError, OSError) as e:
+            count("fallbacks")
+            count(f"fallbacks:{type(e).__name__}")
+            _warn_once(type(e), e)
+            return None
+        if place.kind == "return":
+            buffers.append(_filler())
+    for b in buffers:
+        buffer_callback(b)
+    return data
+
+
+@functools.cache
+def _filler() -> pickle.PickleBuffer:
+    """Makes a return value too large for Ray to inline it into the tasks that take it as an argument.
+
+    Ray lets go of a return value once it is inlined, and nothing would say how long its copies live; what it does not inline it counts
+    until the last task that uses it has ended.
+    """
+    limit = int(os.environ.get("RAY_max_direct_call_object_size", _INLINE_LIMIT))
+    return pickle.PickleBuffer(bytes(limit + 1))
+
+
+def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
+    """Copies what the packer took, and binds it and what it passes on to the life of the value."""
+    segments, foreign = packer.segments, list(packer.foreign)
+    lease = here.client.create(packer.id, segments.nbytes, here.config.put_timeout_s) if segments.parts else None
+    if lease is not None:
+        lease.copy(segments.parts)
+    if place.kind == "return":
+        claim = (pool.KIND_RETURN, place.task, False)
+    else:
+        token = here.lifetimes.mint()
+        here.worker.get_serialization_context().add_contained_object_ref(token, allow_out_of_band_serialization=True)
+        if state.held is not None:
+            state.held.append(token)
+        claim = (pool.KIND_TOKEN, token.binary(), place is _AN_ASYNC_RETURN)
+    if lease is not None:
+        lease.seal(*claim, foreign)
+    else:
+        here.client.claim(foreign, *claim)
+    count("routed")
+    count("bytes_copied", sum(n for _, _, n in segments.parts))
+    count("bytes_passed_on", packer.bytes_passed_on)
+
+
+_warned: set[type] = set()
+
+
+def _warn_once(kind: type, e: Exception) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        logger.warning("mooncake_ray: Ray's own object store took an object (further ones are only counted): %s", e)
+
+
+class _RayPacker(Packer):
+    """Also passes on, without a copy, what this process has mapped from the pool and not changed."""
+
+    def __init__(self, client: pool.Client, smallest: int) -> None:
+        super().__init__(smallest)
+        self.client = client
+        self.id = client.new_id()
+        self.foreign: dict[bytes, _There] = {}
+        self.bytes_passed_on = 0
+
+    @property
+    def used(self) -> bool:
+        return bool(self.segments.parts or self.foreign)
+
+    def reduce(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is Here:
+            return session.open_region, (self.client.pool_id, self.id)
+        if kind is _There:
+            return session.open_region, (self.client.pool_id, obj.id)
+        reduced = super().reduce(obj)
+        return frameworks.reduce(obj) if reduced is NotImplemented else reduced
+
+    def place(self, address: int, nbytes: int, owner: Any) -> tuple[Any, int]:
+        at = self.client.locate(address, nbytes) if nbytes >= _PASS_ON_FROM else None
+        if at is None:
+            return super().place(address, nbytes, owner)
+        id, offset = at
+        self.bytes_passed_on += nbytes
+        self.segments.owners.append(owner)  # its pin keeps the object until the claim is made
+        return self.foreign.setdefault(id, _There(id)), offset
+
+
+class _There:
+    """Stands in a pickle for a pool object that exists already."""
+
+    __slots__ = ("id",)
+
+    def __init__(self, id: bytes) -> None:
+        self.id = id
+
+
+class _RayPickler(cloudpickle.CloudPickler):
+    def __init__(self, file: io.BytesIO, packer: _RayPacker, protocol: int | None, buffer_callback: Any) -> None:
+        super().__init__(file, protocol=protocol, buffer_callback=buffer_callback)
+        self._packer = packer
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = self._packer.reduce(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def serialize_with(original: Any) -> Any:
+    """`SerializationContext.serialize`, noting what each value is for."""
+
+    def serialize(self: Any, value: Any) -> Any:
+        outer, state.place = state.place, place_of(sys._getframe().f_back)
+        try:
+            return original(self, value)
+        finally:
+            state.place = outer
+
+    return serialize

@@ -1,0 +1,113 @@
+"""This process's connection to the pool of the Ray node it runs on. One a process and Ray session."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from typing import Any
+
+from ray._private import worker as ray_worker
+
+from mooncake_ray._native import pool
+from mooncake_ray.config import Config
+from mooncake_ray.errors import BrokerDiedError, ConfigError, ObjectLostError
+from mooncake_ray.objects.lifetime import Lifetimes
+from mooncake_ray.store import node
+from mooncake_ray.store.packing import Region
+
+__all__ = ["Session", "current", "open_region"]
+
+logger = logging.getLogger("mooncake_ray")
+
+
+class Session:
+    """The pool client and the claims of this process."""
+
+    def __init__(self, client: pool.Client, worker: Any, config: Config, key: tuple[int, str]) -> None:
+        self.client, self.worker, self.config, self.key = client, worker, config, key
+        self.lifetimes = Lifetimes(client, worker)
+
+
+_lock = threading.RLock()
+_session: Session | None = None
+_config: Config | None = None
+_refused: tuple[int, str] | None = None  # the Ray session whose broker could not be had: not tried again, but warned of once
+
+
+def configure(config: Config) -> None:
+    """Sets what the next session of this process starts its broker with."""
+    global _config
+    _config = config
+
+
+def config() -> Config:
+    return _config or Config.from_env()
+
+
+def current() -> Session | None:
+    """The session with this node's pool, opened if need be; None where there is no Ray, or no broker to be had (said once)."""
+    session, worker = _session, ray_worker.global_worker
+    if session is not None and session.client.usable and session.key == _key(worker):
+        return session
+    if not worker.connected or worker.node is None:
+        return None
+    return _open(worker)
+
+
+def _key(worker: Any) -> tuple[int, str] | None:
+    return (os.getpid(), worker.node.session_name) if worker.connected and worker.node is not None else None
+
+
+def _open(worker: Any) -> Session | None:
+    global _session, _refused
+    key = _key(worker)
+    if key is None or key == _refused:
+        return None
+    with _lock:
+        if _session is not None and _session.client.usable and _session.key == key:
+            return _session
+        settings = config()
+        try:
+            client = node.connect(
+                node.broker_name(key[1]),
+                settings,
+                watch_pid=_pid_behind(worker.node.raylet_socket_name),
+                log=os.path.join(worker.node.get_logs_dir_path(), "mooncake_ray_broker.err"),
+            )
+        except (BrokerDiedError, ConfigError, OSError) as e:
+            _refused = key
+            logger.warning("mooncake_ray: no pool on this node, Ray's own object store is used: %s", e)
+            return None
+        _session = Session(client, worker, settings, key)
+        return _session
+
+
+def _pid_behind(path: str) -> int:
+    """The process that serves a unix socket (here: the raylet, with which the pool ends). 0 if it cannot be told."""
+    with socket.socket(socket.AF_UNIX) as s:
+        try:
+            s.connect(path)
+            return struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        except OSError:
+            return 0
+
+
+def open_region(pool_id: bytes, id: bytes) -> Region:
+    """What a descriptor unpickles to. Does not block: the object is pinned where the first view of it is made.
+
+    Raises:
+        ObjectLostError: the object is in a pool that this process cannot reach.
+    """
+    session = current()
+    if session is None:
+        raise ObjectLostError(f"object {id.hex()} lies in a pool, and this process has no connection to one")
+    if session.client.pool_id != pool_id:
+        raise ObjectLostError(f"object {id.hex()} lies in pool {pool_id.hex()[:8]}, this node's pool is {session.client.pool_id.hex()[:8]}")
+    return _RayRegion(session.client, id)
+
+
+class _RayRegion(Region):
+    __slots__ = ()
