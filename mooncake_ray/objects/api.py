@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from mooncake_ray.errors import ConfigError, ObjectLostError
+from mooncake_ray.errors import BrokerDiedError, ConfigError, ObjectLostError, ObjectNotFoundError
 from mooncake_ray.objects import counters, install, routing, session
 
 __all__ = ["free", "get", "pool_stats", "put", "stats", "wait"]
@@ -19,16 +19,12 @@ def put(value: Any) -> ray.ObjectRef:
 
     Returns a real `ray.ObjectRef`: it can be passed to any Ray call, and the memory follows Ray's reference counting.
     """
-    was_open = bool(install._originals)
-    with install._lock:
-        install.open_seams()
-        outer, routing.state.always = routing.state.always, True
-        try:
-            return ray.put(value)
-        finally:
-            routing.state.always = outer
-            if not was_open:
-                install.uninstall()
+    install.open_seams()
+    outer, routing.state.chosen = routing.state.chosen, True
+    try:
+        return ray.put(value)
+    finally:
+        routing.state.chosen = outer
 
 
 def get(refs: ray.ObjectRef | Sequence[ray.ObjectRef], *, timeout: float | None = None) -> Any:
@@ -39,9 +35,9 @@ def get(refs: ray.ObjectRef | Sequence[ray.ObjectRef], *, timeout: float | None 
     """
     try:
         return ray.get(refs, timeout=timeout)
-    except ray.exceptions.RaySystemError as e:
+    except ray.exceptions.RaySystemError as e:  # what Ray makes of an error while a value is rebuilt
         cause = getattr(e, "client_exc", None)
-        if isinstance(cause, KeyError | ObjectLostError):
+        if isinstance(cause, ObjectNotFoundError | ObjectLostError | BrokerDiedError):
             raise ObjectLostError(str(cause)) from e
         raise
 
@@ -51,6 +47,22 @@ def wait(
 ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
     """`ray.wait`."""
     return ray.wait(list(refs), num_returns=num_returns, timeout=timeout, fetch_local=fetch_local)
+
+
+def free(refs: ray.ObjectRef | Sequence[ray.ObjectRef]) -> int:
+    """Frees the pool memory of objects now, although refs to them live: a later `ray.get` of them fails. Live views stay valid.
+
+    Only needed where a ref is kept longer than its data. Returns how many pool objects were freed.
+    """
+    refs = [refs] if isinstance(refs, ray.ObjectRef) else list(refs)
+    here = session.current()
+    if here is None or not refs:
+        return 0
+    with session.recording() as opened:
+        ray.get(refs)
+    ids = sorted({region.id for region in opened})
+    here.client.remove(ids)
+    return len(ids)
 
 
 def stats() -> dict[str, int]:

@@ -17,6 +17,7 @@ from dataclasses import fields
 from typing import Any
 
 import ray
+from ray import _raylet
 from ray._common.utils import load_class
 from ray._private import serialization as ray_serialization
 from ray._private import worker as ray_worker
@@ -26,6 +27,7 @@ from ray.remote_function import RemoteFunction
 from mooncake_ray.config import Config
 from mooncake_ray.errors import ConfigError
 from mooncake_ray.objects import routing, session
+from mooncake_ray.objects.async_items import ItemExecutor
 
 __all__ = ["install", "installed", "runtime_env", "runtime_env_hook", "uninstall", "worker_setup"]
 
@@ -62,13 +64,14 @@ def install(config: Config | None = None, **settings: Any) -> None:
         if os.environ.get(_HOOK_VARIABLE) not in (None, _OUR_HOOK):
             os.environ[_USERS_HOOK_VARIABLE] = os.environ[_HOOK_VARIABLE]
         os.environ[_HOOK_VARIABLE] = _OUR_HOOK
-        routing.job_wide = True
+        routing.everything = routing.job_wide = True
         open_seams()
 
 
 def uninstall() -> None:
     """Restores Ray in this process, exactly. What is in the pool stays readable as long as refs to it live. Idempotent."""
     with _lock:
+        routing.everything = False
         while _originals:
             owner, name, value = _originals.pop()
             setattr(owner, name, value)
@@ -80,7 +83,7 @@ def uninstall() -> None:
 
 def installed() -> bool:
     """Whether this process routes."""
-    return bool(_originals) and routing.enabled
+    return bool(_originals) and routing.everything
 
 
 def runtime_env(env: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def runtime_env_hook(env: dict[str, Any] | None) -> dict[str, Any]:
         env = load_class(users)(env)
     if not Config.from_env().enabled:
         return env or {}
-    if not _originals:
+    if not installed():
         install()
     return runtime_env(env)
 
@@ -106,28 +109,26 @@ def worker_setup() -> None:
     """Runs in every worker of the job, before its first task."""
     settings = Config.from_env()
     session.configure(settings)
-    routing.enabled = settings.enabled
+    routing.everything = settings.enabled
     routing.job_wide = True
-    with _lock:
-        open_seams()
-    attach()
-
-
-def attach() -> None:
-    """Makes this process one that the broker can ask about what it called for."""
+    open_seams()
     if (here := session.current()) is not None:
-        here.lifetimes.listen()
+        here.lifetimes.listen()  # even where nothing is routed, this process may call for what is
 
 
 def open_seams() -> None:
-    """Puts routing into this process. Idempotent."""
-    if _originals:
-        return
-    _replace(ray_serialization, "pickle", routing.RoutingPickle(ray_serialization.pickle))
-    context = ray_serialization.SerializationContext
-    _replace(context, "serialize", routing.serialize_with(context.serialize))
-    for cls in (RemoteFunction, ActorMethod, ActorClass):
-        _replace(cls, "_remote", _submitting(cls._remote))
+    """Puts routing into this process, for whatever asks for it. Idempotent."""
+    with _lock:
+        if _originals:
+            return
+        _replace(ray_serialization, "pickle", routing.RoutingPickle(ray_serialization.pickle))
+        context = ray_serialization.SerializationContext
+        _replace(context, "serialize", routing.serialize_with(context.serialize))
+        for cls in (RemoteFunction, ActorMethod, ActorClass):
+            _replace(cls, "_remote", _submitting(cls._remote))
+        worker = ray_worker.global_worker
+        if worker.connected and worker.mode == ray_worker.WORKER_MODE:
+            worker.core_worker.reset_event_loop_executor(ItemExecutor(_raylet.async_task_id))
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
@@ -140,20 +141,25 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _remote(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = routing.state
-        outer, state.held = state.held, []
-        try:
-            result = original(self, *args, **kwargs)
-        finally:
-            state.held = outer
-        here = session.current()
-        if here is not None:
-            here.lifetimes.listen()
-            num_returns = kwargs.get("num_returns") or getattr(self, "_num_returns", None)
-            here.lifetimes.submitted(result, dynamic=num_returns in ("dynamic", -1))
-        return result
+        num_returns = kwargs.get("num_returns") or getattr(self, "_num_returns", None)
+        return submit(functools.partial(original, self, *args, **kwargs), dynamic=num_returns in ("dynamic", -1))
 
     return _remote
+
+
+def submit(call: Callable[[], Any], *, dynamic: bool = False) -> Any:
+    """Submits a task: tokens of its arguments are kept until `call` returns, and what it returns is answered for."""
+    state = routing.state
+    outer, state.held = state.held, []
+    try:
+        result = call()
+    finally:
+        state.held = outer
+    here = session.current()
+    if here is not None:
+        here.lifetimes.listen()
+        here.lifetimes.submitted(result, dynamic)
+    return result
 
 
 def _job_has_hook(worker: Any) -> bool:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,8 @@ logger = logging.getLogger("mooncake_ray")
 
 _TASK_BYTES, _ID_BYTES = 24, 28  # of a TaskID; of an ObjectID, which is a TaskID and a little-endian index
 _RECENT = 1 << 14  # submissions remembered: only so that a return value dropped before its task ended is known as ours
+_TOKENS_AHEAD = 4
+_MINT_TIMEOUT_S = 60.0
 _LOOK_AGAIN_S = 0.02  # between looks at Ray's books for what Ray has no callback for
 
 
@@ -40,15 +43,7 @@ class _Submission:
     """What this process knows of a task it submitted."""
 
     generator: Callable[[], Any] | None = None  # a weak reference, for a streaming generator
-    dynamic: bool = False  # num_returns="dynamic": items behind one ref, known when the task has ended
-
-
-@dataclass
-class _Watched:
-    """An object that this process waits to see leave Ray's reference table."""
-
-    key: tuple[int, bytes]
-    hex_id: str
+    dynamic: bool = False  # num_returns="dynamic": items behind one ref, under ids that only Ray knows
 
 
 @dataclass
@@ -59,9 +54,11 @@ class Lifetimes:
     worker: Any  # ray's global worker
     _recent: OrderedDict[bytes, _Submission] = field(default_factory=OrderedDict)
     _undecided: dict[bytes, _Submission] = field(default_factory=dict)  # returns that may not have reached this process yet
-    _watched: dict[str, _Watched] = field(default_factory=dict)
+    _watched: dict[tuple[int, bytes], bytes] = field(default_factory=dict)  # claim → how ids start whose leaving Ray's table ends it
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
+    _stock: ThreadPoolExecutor | None = None
+    _ahead: deque[Future[ray.ObjectRef]] = field(default_factory=deque)
 
     # ---- what this process owns
 
@@ -70,6 +67,14 @@ class Lifetimes:
         token = ray.put(b"")  # bytes, and nothing else: a pickle inside a pickle would make Ray forget the refs of the outer one
         self._when_gone(token, pool.KIND_TOKEN, token.binary())
         return token
+
+    def mint_aside(self) -> ray.ObjectRef:
+        """A token made on another thread: the fibers of an async actor share a thread without a task, on which Ray would name two puts alike."""
+        if self._stock is None:
+            self._stock = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake_ray.tokens")
+            self._ahead = deque(self._stock.submit(self.mint) for _ in range(_TOKENS_AHEAD))
+        self._ahead.append(self._stock.submit(self.mint))
+        return self._ahead.popleft().result(_MINT_TIMEOUT_S)
 
     def _when_gone(self, ref: ray.ObjectRef, kind: int, key: bytes) -> bool:
         """Ends the claim when Ray drops `ref`. False if this process does not own it, or it is gone already."""
@@ -86,7 +91,7 @@ class Lifetimes:
         if kind == pool.KIND_RETURN and not self._owns(ref):
             return False
         with self._lock:
-            self._watched[ref.hex()] = _Watched((kind, key), ref.hex())
+            self._watched[kind, key] = _row(ref.binary())
         return True
 
     def _owns(self, ref: ray.ObjectRef) -> bool:
@@ -140,17 +145,21 @@ class Lifetimes:
 
     def _answer(self, kind: int, key: bytes) -> None:
         if kind == pool.KIND_TOKEN:  # the owner of a token died, and this process may still refer to what contains it
-            hex_id = key.hex()
-            if hex_id in self.worker.core_worker.get_all_reference_counts():
+            if _row(key) in self.worker.core_worker.get_all_reference_counts():
                 with self._lock:
-                    self._watched[hex_id] = _Watched((kind, key), hex_id)
+                    self._watched[kind, key] = _row(key)
                 self.client.adopt(kind, key)
             else:
                 self.client.disown(kind, key, False)
             return
+        task = key[:_TASK_BYTES]
         with self._lock:
-            what = self._recent.get(key[:_TASK_BYTES])
-        if what is not None and what is not _PLAIN:
+            what = self._recent.get(task)
+        if what is not None and what.dynamic:  # as long as the task's ref or any of its items lives
+            with self._lock:
+                self._watched[kind, key] = _row(task)
+            self.client.adopt(kind, key)
+        elif what is not None and what.generator is not None:
             self._undecided[key] = what
         else:
             self._decide(key, _nth(key, 0), mine=what is not None)
@@ -172,11 +181,11 @@ class Lifetimes:
             return
         held = self.worker.core_worker.get_all_reference_counts()
         with self._lock:
-            gone = [w for w in self._watched.values() if w.hex_id not in held]
-            for w in gone:
-                del self._watched[w.hex_id]
-        for w in gone:
-            self.client.unclaim(*w.key)
+            gone = [c for c, row in self._watched.items() if row not in held and not (len(row) < 2 * _ID_BYTES and any(h.startswith(row) for h in held))]
+            for claim in gone:
+                del self._watched[claim]
+        for claim in gone:
+            self.client.unclaim(*claim)
 
 
 _PLAIN, _DYNAMIC = _Submission(), _Submission(dynamic=True)
@@ -191,17 +200,16 @@ def _nth(key: bytes, shift: int) -> bytes:
     return key[:_TASK_BYTES] + (_index(key) + shift).to_bytes(_ID_BYTES - _TASK_BYTES, "little")
 
 
+def _row(id: bytes) -> bytes:
+    """How Ray's reference table names an object."""
+    return id.hex().encode()
+
+
 def _still_coming(core_worker: Any, what: _Submission, item: bytes) -> bool:
-    """Whether an item may not be an object of this process yet. Until it is, touching its id would spoil Ray's record of its owner."""
-    if what.generator is not None:
-        generator = what.generator()
-        # What the reader has not passed yet, the stream holds.
-        return generator is not None and _index(_next_id(core_worker, generator._generator_ref)) <= _index(item)
-    first = item[:_TASK_BYTES] + (1).to_bytes(_ID_BYTES - _TASK_BYTES, "little")
-    if first.hex() not in core_worker.get_all_reference_counts():
-        return False
-    ready, _ = ray.wait([ray.ObjectRef(first)], timeout=0, fetch_local=False)
-    return not ready
+    """Whether the reader of a stream is not past an item. Until it is, the stream holds the item, which may not be an object of this
+    process yet; touching its id then would spoil Ray's record of its owner."""
+    generator = what.generator() if what.generator else None
+    return generator is not None and _index(_next_id(core_worker, generator._generator_ref)) <= _index(item)
 
 
 def _next_id(core_worker: Any, generator_ref: ray.ObjectRef) -> bytes:

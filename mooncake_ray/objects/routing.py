@@ -16,7 +16,7 @@ import os
 import pickle
 import sys
 import threading
-from concurrent.futures import thread as _pool_threads
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from ray._private import worker as ray_worker
 
 from mooncake_ray._native import pool
 from mooncake_ray.errors import StoreError
-from mooncake_ray.objects import frameworks, session
+from mooncake_ray.objects import async_items, frameworks, session
 from mooncake_ray.objects.counters import count
 from mooncake_ray.store.packing import Here, Packer, scan
 
@@ -51,16 +51,27 @@ class _State(threading.local):
     held: list[ray.ObjectRef] | None = None  # a list while `.remote()` runs on this thread: keeps tokens until the task is submitted
     returning: tuple[bytes, int] | None = None  # the task whose returns this thread is storing, and its attempt
     ordinal: int = 0
-    always: bool = False  # route regardless of size
+    chosen: bool = False  # the code that is running asked for the pool by name
 
 
 state = _State()
-job_wide = False  # the hook runs in every process of the job, so whoever calls a task answers for what it returns
-decorated_tasks: set[bytes] = set()  # tasks whose caller is known to answer although the hook does not run everywhere
-enabled = True
+everything = False  # installed: this process routes whatever it can
+job_wide = False  # every process of the job is installed, so whoever calls a task answers for what it returns
+decorated = False  # a decorated coroutine ran here; whose returns an async actor stores cannot be told
+_decorated_tasks: OrderedDict[bytes, None] = OrderedDict()
+_MOST_DECORATED = 4096
+
+
+def decorated_task(task: bytes) -> None:
+    """Notes that a task's body is decorated, and so its caller answers for what it returns."""
+    global decorated
+    decorated = True
+    _decorated_tasks[task] = None
+    if len(_decorated_tasks) > _MOST_DECORATED:
+        _decorated_tasks.popitem(last=False)
 
 _PUT = ray_worker.Worker.put_object.__code__
-_LOOPS = frozenset({ray_worker.Worker.main_loop.__code__, _pool_threads._WorkItem.run.__code__, None})
+_LOOPS = frozenset({ray_worker.Worker.main_loop.__code__, async_items.RUN, None})
 
 
 def place_of(frame: Any) -> Place | None:
@@ -70,23 +81,27 @@ def place_of(frame: Any) -> Place | None:
     stack does not show, below which stands the worker's main loop, an executor, or nothing.
     """
     code = frame.f_code if frame is not None else None
+    wanted = everything or state.chosen
     if code is _PUT:
-        return _A_PUT
+        return _A_PUT if wanted else None
     if state.held is not None:
-        return _AN_ARGUMENT
+        return _AN_ARGUMENT if wanted else None
     worker = ray_worker.global_worker
     if code not in _LOOPS or worker.mode != ray_worker.WORKER_MODE:
         return None
     core = worker.core_worker
-    if core.current_actor_is_asyncio():  # its methods share threads, and Ray does not tell whose return this is
-        return _AN_ASYNC_RETURN
-    task, attempt = core.get_current_task_id().binary(), core.get_current_task_attempt_number()
-    if state.returning != (task, attempt):
-        state.returning, state.ordinal = (task, attempt), 0
-    state.ordinal += 1
-    if not job_wide and task not in decorated_tasks:
+    if code is async_items.RUN:
+        task, ordinal = async_items.item()
+    elif core.current_actor_is_asyncio():  # its methods share threads, and Ray does not tell whose return this is
+        return _AN_ASYNC_RETURN if everything or decorated else None
+    else:
+        task, attempt = core.get_current_task_id().binary(), core.get_current_task_attempt_number()
+        if state.returning != (task, attempt):
+            state.returning, state.ordinal = (task, attempt), 0
+        state.ordinal = ordinal = state.ordinal + 1
+    if not (everything and job_wide) and task not in _decorated_tasks:
         return None
-    return Place("return", task + state.ordinal.to_bytes(4, "little"))
+    return Place("return", task + ordinal.to_bytes(4, "little"))
 
 
 _A_PUT, _AN_ARGUMENT, _AN_ASYNC_RETURN = Place("put"), Place("argument"), Place("return of an async actor")
@@ -103,8 +118,8 @@ class RoutingPickle:
 
     def dumps(self, obj: Any, protocol: int | None = None, buffer_callback: Any = None) -> bytes:
         place = state.place
-        if place is not None and enabled:
-            smallest = 1 if state.always else scan(obj, session.config().min_bytes)
+        if place is not None:
+            smallest = 1 if state.chosen and place is _A_PUT else scan(obj, session.config().min_bytes)
             if smallest is not None:
                 data = _route(obj, smallest, place, protocol, buffer_callback)
                 if data is not None:
@@ -157,7 +172,7 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
     if place.kind == "return":
         claim = (pool.KIND_RETURN, place.task, False)
     else:
-        token = here.lifetimes.mint()
+        token = here.lifetimes.mint_aside() if place is _AN_ASYNC_RETURN else here.lifetimes.mint()
         here.worker.get_serialization_context().add_contained_object_ref(token, allow_out_of_band_serialization=True)
         if state.held is not None:
             state.held.append(token)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from ray._private import worker as ray_worker
@@ -14,11 +16,12 @@ from ray._private import worker as ray_worker
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.errors import BrokerDiedError, ConfigError, ObjectLostError
+from mooncake_ray.objects.counters import count
 from mooncake_ray.objects.lifetime import Lifetimes
 from mooncake_ray.store import node
 from mooncake_ray.store.packing import Region
 
-__all__ = ["Session", "current", "open_region"]
+__all__ = ["Session", "config", "configure", "current", "open_region", "recording"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -106,8 +109,21 @@ def open_region(pool_id: bytes, id: bytes) -> Region:
         raise ObjectLostError(f"object {id.hex()} lies in a pool, and this process has no connection to one")
     if session.client.pool_id != pool_id:
         raise ObjectLostError(f"object {id.hex()} lies in pool {pool_id.hex()[:8]}, this node's pool is {session.client.pool_id.hex()[:8]}")
-    return _RayRegion(session.client, id)
+    region = Region(session.client, id)
+    count("opened")
+    if (opened := getattr(_recorder, "opened", None)) is not None:
+        opened.append(region)
+    return region
 
 
-class _RayRegion(Region):
-    __slots__ = ()
+_recorder = threading.local()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Region]]:
+    """Collects the regions that this thread opens meanwhile."""
+    _recorder.opened = opened = []
+    try:
+        yield opened
+    finally:
+        del _recorder.opened
