@@ -275,7 +275,9 @@ void Table::ask(ClaimIt it, bool everyone) {
   }
   if (c.waiting.empty())
     for (auto& [s, n] : sessions_) query(s, n);
-  if (c.waiting.empty()) c.orphan = orphans_.insert(orphans_.end(), it->first);
+  if (!c.waiting.empty()) return;
+  if (c.inherited) end_claim(it);
+  else c.orphan = orphans_.insert(orphans_.end(), it->first);
 }
 
 // `s` will not take the claim: ask on, or give up when nobody is left.
@@ -289,6 +291,7 @@ void Table::answered(ClaimIt it, SessionId s) {
 void Table::adopt(SessionId s, const ClaimKey& key) {
   auto it = claims_.find(key);
   if (it == claims_.end() || it->second.owner || !it->second.asked.contains(s) || !find(s)) return;
+  it->second.inherited = it->second.handover;
   set_owner(it, s);
   if (Session* creator = find(it->second.creator)) creator->last_owner = s;
 }

@@ -93,6 +93,7 @@ class Table {
     SessionId owner = 0;    // who tells us when it ends; 0: being asked, or an orphan
     SessionId creator = 0;
     bool handover = false;  // survives its creator
+    bool inherited = false;  // and did: from then on, whoever still refers to it has been asked
     std::set<SessionId> asked, waiting;
     std::optional<std::list<ClaimKey>::iterator> orphan;
   };

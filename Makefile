@@ -1,0 +1,45 @@
+# Two commands for a new machine: `make demo` and `make test`. Both set up what they need.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: help setup demo test native-test lint bench clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(STAMP) ## Virtual environment, Debian packages where missing, build
+
+demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
+	$(BIN)/python examples/grpo.py
+
+test: $(STAMP) native-test ## All tests
+	$(BIN)/python -m pytest -q
+
+native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
+	$(BIN)/cmake -S native -B build/asan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_SANITIZE=address,undefined -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	$(BIN)/cmake --build build/asan
+	$(BIN)/ctest --test-dir build/asan --output-on-failure
+	$(BIN)/cmake -S native -B build/tsan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_SANITIZE=thread -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	$(BIN)/cmake --build build/tsan
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure
+
+lint: $(STAMP) ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(STAMP) ## put_get against memcpy and Ray's own store, as a table
+	$(BIN)/python -m bench put_get
+
+clean: ## Forget builds and the virtual environment
+	rm -rf build out $(VENV)
+
+# A compiler, and venv where Debian ships python3 without it.
+$(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/pool/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
+	@sh scripts/debian-packages.sh $(PYTHON)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements-test.txt
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
