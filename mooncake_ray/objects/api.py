@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from mooncake_ray.errors import BrokerDiedError, ConfigError, ObjectLostError, ObjectNotFoundError
+from mooncake_ray.errors import ConfigError
 from mooncake_ray.objects import counters, install, routing, session
 
 __all__ = ["free", "get", "pool_stats", "put", "stats", "wait"]
@@ -31,15 +31,10 @@ def get(refs: ray.ObjectRef | Sequence[ray.ObjectRef], *, timeout: float | None 
     """`ray.get`. Tensors are private copy-on-write views, arrays read-only views.
 
     Raises:
-        ObjectLostError: the bytes are gone from the pool (freed explicitly, or its broker died).
+        ObjectLostError (ours and Ray's): the bytes are gone from the pool: freed explicitly, or its broker died.
+        ray.exceptions.OwnerDiedError: the process that put the object died.
     """
-    try:
-        return ray.get(refs, timeout=timeout)
-    except ray.exceptions.RaySystemError as e:  # what Ray makes of an error while a value is rebuilt
-        cause = getattr(e, "client_exc", None)
-        if isinstance(cause, ObjectNotFoundError | ObjectLostError | BrokerDiedError):
-            raise ObjectLostError(str(cause)) from e
-        raise
+    return ray.get(refs, timeout=timeout)
 
 
 def wait(

@@ -1,9 +1,9 @@
 """Turns routing on and off.
 
 `install()` in the driver, before `ray.init()`: the job's workers get a setup hook through Ray's own `RAY_RUNTIME_ENV_HOOK`, and the user's
-hooks run as before. Nothing of Ray's public API is replaced; the seams are two private functions on the way to the pickle (see `routing`)
-and the three private methods under `.remote()`, where tokens of by-value arguments must outlive the submission. `uninstall()` puts back
-what was there.
+hooks run as before. Nothing of Ray's public API is replaced; the seams are private functions: two on the way to the pickle (see `routing`),
+one on the way back (see `losses`), and the three under `.remote()`, where tokens of by-value arguments must outlive the submission.
+`uninstall()` puts back what was there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ray.remote_function import RemoteFunction
 
 from mooncake_ray.config import Config
 from mooncake_ray.errors import ConfigError
-from mooncake_ray.objects import routing, session
+from mooncake_ray.objects import losses, routing, session
 from mooncake_ray.objects.async_items import ItemExecutor
 
 __all__ = ["install", "installed", "runtime_env", "runtime_env_hook", "uninstall", "worker_setup"]
@@ -124,8 +124,10 @@ def open_seams() -> None:
         _replace(ray_serialization, "pickle", routing.RoutingPickle(ray_serialization.pickle))
         context = ray_serialization.SerializationContext
         _replace(context, "serialize", routing.serialize_with(context.serialize))
-        for cls in (RemoteFunction, ActorMethod, ActorClass):
+        _replace(context, "deserialize_objects", losses.deserialize_with(context.deserialize_objects))
+        for cls in (RemoteFunction, ActorMethod):
             _replace(cls, "_remote", _submitting(cls._remote))
+        _replace(ActorClass, "_remote", _creating(ActorClass._remote))
         worker = ray_worker.global_worker
         if worker.connected and worker.mode == ray_worker.WORKER_MODE:
             worker.core_worker.reset_event_loop_executor(ItemExecutor(_raylet.async_task_id))
@@ -147,10 +149,25 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     return _remote
 
 
-def submit(call: Callable[[], Any], *, dynamic: bool = False) -> Any:
-    """Submits a task: tokens of its arguments are kept until `call` returns, and what it returns is answered for."""
+def _creating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ActorClass._remote`: as above, and an actor that may restart is given its arguments again, so their claims last as long as it."""
+
+    @functools.wraps(original)
+    def _remote(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        tokens: list[ray.ObjectRef] = []
+        handle = submit(lambda: original(self, args=args, kwargs=kwargs, **options), tokens=tokens)
+        if options.get("max_restarts") and (here := session.current()) is not None:
+            refs = [a for a in (*(args or ()), *(kwargs or {}).values()) if isinstance(a, ray.ObjectRef)]
+            here.lifetimes.keep_for_restarts(handle._actor_id.hex(), tokens + refs)
+        return handle
+
+    return _remote
+
+
+def submit(call: Callable[[], Any], *, dynamic: bool = False, tokens: list[ray.ObjectRef] | None = None) -> Any:
+    """Submits a task: tokens of its arguments are kept (in `tokens`) until `call` returns, and what it returns is answered for."""
     state = routing.state
-    outer, state.held = state.held, []
+    outer, state.held = state.held, [] if tokens is None else tokens
     try:
         result = call()
     finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 
 from mooncake_ray._native import pool
 from mooncake_ray.errors import BrokerDiedError
@@ -33,6 +35,7 @@ logger = logging.getLogger("mooncake_ray")
 
 _TASK_BYTES, _ID_BYTES = 24, 28  # of a TaskID; of an ObjectID, which is a TaskID and a little-endian index
 _RECENT = 1 << 14  # submissions remembered: only so that a return value dropped before its task ended is known as ours
+_ACTORS_EVERY_S = 1.0  # between looks at the states of restartable actors, a call to Ray's control store each
 _TOKENS_AHEAD = 4
 _MINT_TIMEOUT_S = 60.0
 _LOOK_AGAIN_S = 0.02  # between looks at Ray's books for what Ray has no callback for
@@ -55,6 +58,8 @@ class Lifetimes:
     _recent: OrderedDict[bytes, _Submission] = field(default_factory=OrderedDict)
     _undecided: dict[bytes, _Submission] = field(default_factory=dict)  # returns that may not have reached this process yet
     _watched: dict[tuple[int, bytes], bytes] = field(default_factory=dict)  # claim → how ids start whose leaving Ray's table ends it
+    _restartable: dict[str, list[ray.ObjectRef]] = field(default_factory=dict)  # actor → what it was created with
+    _actors_seen: float = 0.0  # when their states were last looked up
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _stock: ThreadPoolExecutor | None = None
@@ -118,6 +123,12 @@ class Lifetimes:
             if len(self._recent) > _RECENT:
                 self._recent.popitem(last=False)
 
+    def keep_for_restarts(self, actor_hex: str, refs: list[ray.ObjectRef]) -> None:
+        """Holds what an actor was created with until it cannot restart any more."""
+        if refs:
+            with self._lock:
+                self._restartable[actor_hex] = refs
+
     # ---- answering the broker
 
     def listen(self) -> None:
@@ -177,6 +188,7 @@ class Lifetimes:
             if not _still_coming(self.worker.core_worker, what, _nth(key, 1)):
                 del self._undecided[key]
                 self._decide(key, _nth(key, 1), mine=True)
+        self._look_at_actors()
         if not self._watched:
             return
         held = self.worker.core_worker.get_all_reference_counts()
@@ -186,6 +198,16 @@ class Lifetimes:
                 del self._watched[claim]
         for claim in gone:
             self.client.unclaim(*claim)
+
+    def _look_at_actors(self) -> None:
+        now = time.monotonic()
+        if not self._restartable or now - self._actors_seen < _ACTORS_EVERY_S:
+            return
+        self._actors_seen = now
+        for actor in list(self._restartable):
+            if ray_state.actors(actor).get("State") == "DEAD":
+                with self._lock:
+                    del self._restartable[actor]
 
 
 _PLAIN, _DYNAMIC = _Submission(), _Submission(dynamic=True)

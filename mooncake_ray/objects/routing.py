@@ -42,7 +42,7 @@ _PASS_ON_FROM = 16 << 10  # bytes: a smaller view of a pool object is copied, le
 class Place:
     """What a value is serialised for, and so whose its bytes are."""
 
-    kind: str  # "put", "argument", "return", "return of an async actor"
+    kind: str
     task: bytes = b""  # of a return: TaskID and ordinal
 
 
@@ -157,7 +157,7 @@ def _filler() -> pickle.PickleBuffer:
     """Makes a return value too large for Ray to inline it into the tasks that take it as an argument.
 
     Ray lets go of a return value once it is inlined, and nothing would say how long its copies live; what it does not inline it counts
-    until the last task that uses it has ended.
+    until the last task that uses it has ended. (A put, inlined, takes its token along.)
     """
     limit = int(os.environ.get("RAY_max_direct_call_object_size", _INLINE_LIMIT))
     return pickle.PickleBuffer(bytes(limit + 1))

@@ -77,13 +77,6 @@ def unpack_array(region: Region, offset: int, dtype: np.dtype, shape: tuple[int,
     return array
 
 
-def unpack_array_as(array: np.ndarray, cls: type, state: dict[str, Any] | None) -> np.ndarray:
-    out = array.view(cls)
-    if state:
-        out.__dict__.update(state)
-    return out
-
-
 def unpack_tensor(
     region: Region, offset: int, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...] | None, packed: tuple[int, ...], requires_grad: bool
 ) -> Any:
@@ -178,15 +171,15 @@ class Packer:
             if cls.__reduce__ is not plain.__reduce__ or cls.__reduce_ex__ is not plain.__reduce_ex__ or cls.__setstate__ is not plain.__setstate__:
                 return NotImplemented
         # As pickle protocol 5 does: contiguous memory comes back read-only, anything else as a fresh array of its own.
-        contiguous = array.flags.c_contiguous or array.flags.f_contiguous
-        base = array if contiguous else np.ascontiguousarray(array)
+        contiguous = (array.flags.c_contiguous or array.flags.f_contiguous) and _exports(array)
+        base = array if array.flags.c_contiguous or array.flags.f_contiguous else np.ascontiguousarray(array)
         order = "C" if base.flags.c_contiguous else "F"
         where, offset = self.place(base.ctypes.data, base.nbytes, base)
         writable = not contiguous or cls is not np.ndarray
         plain_array = (where, offset, base.dtype, base.shape, order, writable)
         if cls is np.ndarray:
             return unpack_array, plain_array
-        return unpack_array_as, (_Call(unpack_array, plain_array), cls, getattr(array, "__dict__", None))
+        return np.ndarray.view, (_Call(unpack_array, plain_array), cls)  # without its attributes, which NumPy's own pickling drops too
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         torch = sys.modules["torch"]
@@ -207,7 +200,7 @@ class Packer:
         state = torch._utils._get_obj_state(tensor)
         if cls is torch.Tensor:
             return NotImplemented if state else (unpack_tensor, self._pack_tensor(tensor))
-        return torch._utils._rebuild_from_type_v2, (unpack_tensor, cls, self._pack_tensor(tensor), state)
+        return torch._tensor._rebuild_from_type_v2, (unpack_tensor, cls, self._pack_tensor(tensor), state)
 
     def _pack_tensor(self, tensor: Any) -> tuple[Any, ...]:
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -224,6 +217,15 @@ class Packer:
         where, offset = self.place(base.data_ptr(), nbytes, base)
         dtype = str(tensor.dtype).removeprefix("torch.")
         return where, offset, dtype, shape, keep_stride, tuple(base.shape), tensor.requires_grad
+
+
+def _exports(array: np.ndarray) -> bool:
+    """Whether the array has a buffer to export; NumPy pickles one that has none (dates) as a copy."""
+    try:
+        memoryview(array)
+    except (ValueError, BufferError):
+        return False
+    return True
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -39,6 +39,9 @@ void Table::extend(uint32_t arena, uint64_t bytes) {
   effects_.freed = true;
 }
 
+void Table::stop_growing() {
+}
+
 uint64_t Table::populated_bytes() const {
   uint64_t n = 0;
   for (const auto& a : arenas_) n += a.total_pages() * kPageSize;

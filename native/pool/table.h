@@ -49,6 +49,7 @@ class Table {
 
   uint32_t add_arena() { return arenas_.emplace_back(), uint32_t(arenas_.size() - 1); }
   void extend(uint32_t arena, uint64_t bytes);  // that many more bytes of the arena are populated
+  void stop_growing();                          // the machine gives no more than what is populated
 
   void open_session(SessionId s, int32_t pid, std::string label);
   void listen(SessionId s, bool on);  // whether it can be asked about claims

@@ -1,0 +1,8 @@
+"""Benchmarks: `python -m bench NAME`. Every figure is a ratio against a baseline of the same run."""
+
+from __future__ import annotations
+
+__all__ = ["BENCHES"]
+
+BENCHES = {"put_get": "put, get and pass on tensors: the pool against memcpy and against Ray's own store"}
+"""Name of each bench, a module of this package, and what it measures."""

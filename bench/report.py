@@ -1,0 +1,95 @@
+"""What a bench found, as lines of JSON and as tables. Pure: measures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+__all__ = ["Result", "Target", "duration", "json_lines", "summarize", "tables", "target_table"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The median time of one subject in one case."""
+
+    bench: str
+    case: str
+    subject: str
+    value: float
+    runs: int
+    extra: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio and its limit. `ratio` is None where the cases it needs were not run."""
+
+    name: str
+    ratio: float | None
+    limit: float
+    at_least: bool = False
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool | None:
+        if self.ratio is None:
+            return None
+        return self.ratio >= self.limit if self.at_least else self.ratio <= self.limit
+
+
+def summarize(bench: str, case: str, subject: str, times: Sequence[float], extra: dict[str, int] | None = None) -> Result:
+    return Result(bench, case, subject, median(times), len(times), extra or {})
+
+
+def json_lines(results: Iterable[Result]) -> Iterator[str]:
+    for r in results:
+        line = {"bench": r.bench, "case": r.case, "subject": r.subject, "value": float(r.value), "unit": "s", "runs": r.runs, **r.extra}
+        yield json.dumps(line)
+
+
+def tables(results: Sequence[Result], baselines: Sequence[str]) -> Iterator[str]:
+    """A table a case: subjects as columns; their times, and the ratio to each baseline that was run."""
+    for case in dict.fromkeys(r.case for r in results):
+        columns = [r for r in results if r.case == case]
+        rows = [["", *(r.subject for r in columns)], ["median", *(duration(r.value) for r in columns)]]
+        for base in (r for r in columns if r.subject in baselines):
+            rows.append([f"/ {base.subject}", *(_ratio(r.value / base.value) for r in columns)])
+        for name in dict.fromkeys(name for r in columns for name in r.extra):
+            rows.append([name, *(str(r.extra.get(name, "")) for r in columns)])
+        yield f"{case}, {columns[0].runs} runs\n{_aligned(rows)}\n"
+
+
+def target_table(targets: Sequence[Target]) -> str:
+    rows = [["target", "limit", "measured", "", ""]]
+    for t in targets:
+        measured = "-" if t.ratio is None else _ratio(t.ratio)
+        verdict = {True: "ok", False: "miss", None: "not run"}[t.ok]
+        rows.append([t.name, f"{'>=' if t.at_least else '<='} {t.limit:g}", measured, verdict, t.detail])
+    return _aligned(rows, left=(0, 3, 4))
+
+
+def duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale or unit == "us":
+            return f"{_digits(seconds / scale)} {unit}"
+    raise AssertionError
+
+
+def _ratio(x: float) -> str:
+    return f"{_digits(x)}x"
+
+
+def _digits(x: float) -> str:
+    """Three significant digits, and the whole integer part."""
+    return f"{x:.0f}" if abs(x) >= 99.95 else f"{x:.1f}" if abs(x) >= 9.995 else f"{x:.2f}" if abs(x) >= 0.0995 else f"{x:.3f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

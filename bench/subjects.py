@@ -1,0 +1,253 @@
+"""What is timed, each behind the same few operations. Runs in the processes that `python -m bench.server` makes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench import payloads
+
+__all__ = ["CHUNKS", "SMALL_OPS", "Memcpy", "Pool", "Ray", "StoreOnly", "Subject", "timed"]
+
+CHUNKS = 16
+SMALL_OPS = 100  # in one round, as one is too short to time
+_GIVEN_BACK_S = 20.0
+
+
+class Subject:
+    """Times operations on one payload. Subclasses say how to put, get and let go."""
+
+    value: Any = None
+
+    def load(self, name: str, op: str) -> None:
+        """Builds a payload, in the process where the operation needs it."""
+        self.value = payloads.build(name)
+
+    def unload(self) -> None:
+        self.value = None
+
+    def put(self, value: Any) -> Any:
+        raise NotImplementedError
+
+    def get(self, handle: Any) -> Any:
+        raise NotImplementedError
+
+    def drop(self, handles: list[Any]) -> None:
+        """Empties the list, and returns when the store has the memory back."""
+        raise NotImplementedError
+
+    def check(self, op: str) -> None:
+        """Raises AssertionError unless what comes back is what went in."""
+        handles = [self.put(self.value)]
+        assert payloads.same(self.get(handles[0]), self.value), f"{type(self).__name__}: what came back is not what went in"
+        self.drop(handles)
+
+    def roundtrip(self) -> dict[str, float]:
+        value = self.value
+        start = time.perf_counter()
+        handles = [self.put(value)]
+        stored = time.perf_counter()
+        got = self.get(handles[0])
+        end = time.perf_counter()
+        del got
+        self.drop(handles)
+        return {"put": stored - start, "get": end - stored, "putget": end - start}
+
+    def small(self) -> dict[str, float]:
+        """Times of one put and one get out of many."""
+        put, get, value = self.put, self.get, self.value
+        start = time.perf_counter()
+        handles = [put(value) for _ in range(SMALL_OPS)]
+        stored = time.perf_counter()
+        for handle in handles:
+            get(handle)
+        end = time.perf_counter()
+        del handle
+        self.drop(handles)
+        return {"put": (stored - start) / SMALL_OPS, "get": (end - stored) / SMALL_OPS}
+
+    def chunk(self) -> dict[str, float]:
+        value = self.value
+        start = time.perf_counter()
+        handles = [self.put(piece) for piece in payloads.chunks_of(value, CHUNKS)]
+        end = time.perf_counter()
+        self.drop(handles)
+        return {"chunk": end - start}
+
+    def passing(self) -> dict[str, float]:
+        """A fresh object is got and, unchanged, put again."""
+        handles = [self.put(self.value)]
+        start = time.perf_counter()
+        got = self.get(handles[0])
+        handles.append(self.put(got))
+        end = time.perf_counter()
+        del got
+        self.drop(handles)
+        return {"pass": end - start}
+
+    def close(self) -> None:
+        pass
+
+
+def timed(op: Callable[[], dict[str, float]], times: int) -> list[dict[str, float]]:
+    """Runs an operation some times in a row, with the garbage collector held back."""
+    gc.collect()
+    gc.disable()
+    try:
+        return [op() for _ in range(times)]
+    finally:
+        gc.enable()
+
+
+class Memcpy(Subject):
+    """A copy of the same bytes into memory that is there already, by one thread. Every operation is that copy."""
+
+    _sources: list[np.ndarray] = []  # noqa: RUF012 - replaced, never changed
+    _targets: list[np.ndarray] = []  # noqa: RUF012
+
+    def load(self, name: str, op: str) -> None:
+        super().load(name, op)
+        self._sources = [a.reshape(-1).view(np.uint8) for a in payloads.arrays_of(self.value) if not a.dtype.hasobject]
+        self._targets = [np.ones_like(a) for a in self._sources]
+
+    def unload(self) -> None:
+        super().unload()
+        self._sources, self._targets = [], []
+
+    def check(self, op: str) -> None:
+        self._copy()
+        assert all(map(np.array_equal, self._sources, self._targets)), "memcpy: what came back is not what went in"
+
+    def _copy(self) -> float:
+        start = time.perf_counter()
+        for target, source in zip(self._targets, self._sources, strict=True):
+            np.copyto(target, source)
+        return time.perf_counter() - start
+
+    def roundtrip(self) -> dict[str, float]:
+        return dict.fromkeys(("put", "get", "putget"), self._copy())
+
+    def actor(self) -> dict[str, float]:
+        return {"actor": self._copy()}
+
+    def chunk(self) -> dict[str, float]:
+        return {"chunk": self._copy()}
+
+    def passing(self) -> dict[str, float]:
+        return {"pass": self._copy()}
+
+
+class StoreOnly(Subject):
+    """The package's store, without Ray."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        import os
+
+        from mooncake_ray import Config
+        from mooncake_ray.store import Store
+
+        self._store = Store(f"bench-{os.getpid()}", Config.from_env(capacity_bytes=capacity_bytes))
+
+    def put(self, value: Any) -> Any:
+        return self._store.put(value)
+
+    def get(self, handle: Any) -> Any:
+        return self._store.get(handle)
+
+    def drop(self, handles: list[Any]) -> None:
+        self._store.free(handles)
+        handles.clear()
+        _until_empty(self._store.stats)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Ray(Subject):
+    """Plain Ray: its own store, with the tensors as they are or (`arrays`) as NumPy arrays."""
+
+    def __init__(self, actors: Any, arrays: bool = False) -> None:
+        import ray
+
+        self.put, self.get = ray.put, ray.get  # type: ignore[assignment,method-assign]
+        self._actors, self._arrays = actors, arrays
+
+    def load(self, name: str, op: str) -> None:
+        if op == "actor":
+            self.get(self._actors.producer.load.remote(name))
+            self._expected, self._settle_s = payloads.probe(value := payloads.build(name)), _settle_s(value)
+            return
+        value = payloads.build(name)
+        self._settle_s = _settle_s(value)
+        self.value = payloads.as_numpy(value) if self._arrays else value
+
+    def unload(self) -> None:
+        self.value = None
+        self.get(self._actors.producer.load.remote(None))
+
+    def check(self, op: str) -> None:
+        if op == "actor":
+            self.actor()
+        else:
+            super().check(op)
+
+    def drop(self, handles: list[Any]) -> None:
+        handles.clear()
+        time.sleep(self._settle_s)
+
+    def actor(self) -> dict[str, float]:
+        start = time.perf_counter()
+        handles = [self._actors.producer.batch.remote(self._arrays)]
+        answer = self.get(self._actors.consumer.probe.remote(handles[0]))
+        end = time.perf_counter()
+        assert answer == self._expected, f"{type(self).__name__}: the consumer got {answer}, not {self._expected}"
+        self.drop(handles)
+        return {"actor": end - start}
+
+
+def _settle_s(value: Any) -> float:
+    """How long Ray is given to have its memory back. What is freed at once is put back within milliseconds; nothing tells."""
+    return 0.03 if payloads.nbytes(value) >= 1 << 20 else 0.003
+
+
+class Pool(Ray):
+    """The same Ray calls, with the package installed."""
+
+    def drop(self, handles: list[Any]) -> None:
+        import mooncake_ray
+
+        handles.clear()
+        _until_empty(mooncake_ray.pool_stats)
+        time.sleep(self._settle_s)
+
+    def check(self, op: str) -> None:
+        super().check(op)
+        import mooncake_ray
+
+        assert not mooncake_ray.stats()["fallbacks"], f"the pool did not take the payload: {mooncake_ray.stats()}"
+
+    def passing(self) -> dict[str, float]:
+        from mooncake_ray import stats
+
+        handles = [self.put(self.value)]
+        before = stats()["bytes_copied"]
+        start = time.perf_counter()
+        got = self.get(handles[0])
+        handles.append(self.put(got))
+        end = time.perf_counter()
+        del got
+        copied = stats()["bytes_copied"] - before
+        self.drop(handles)
+        return {"pass": end - start, "bytes_copied": copied}
+
+
+def _until_empty(stats: Callable[[], dict[str, Any]]) -> None:
+    deadline = time.monotonic() + _GIVEN_BACK_S
+    while stats()["used_bytes"]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the pool has not had its memory back within {_GIVEN_BACK_S} s: {stats()}")
+        time.sleep(0.001)
