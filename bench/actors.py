@@ -12,11 +12,17 @@ __all__ = ["Consumer", "Producer"]
 class Producer:
     """Holds a payload, and returns it whenever asked."""
 
-    def load(self, name: str | None) -> None:
-        """Builds the payload of that name; None lets go of the last one."""
-        self._value = None
-        self._value = payloads.build(name) if name else None
-        self._arrays = payloads.as_numpy(self._value) if name else None
+    _value: Any = None
+    _arrays: Any = None
+
+    def load(self, name: str | None) -> float:
+        """Builds the payload of that name, and returns its probe; None lets go of the last one."""
+        self._value = self._arrays = None
+        if name is None:
+            return 0.0
+        self._value = payloads.build(name)
+        self._arrays = payloads.as_numpy(self._value)
+        return payloads.probe(self._value)
 
     def batch(self, arrays: bool) -> Any:
         return self._arrays if arrays else self._value

@@ -20,11 +20,11 @@ BASELINES = ("memcpy", "ray", "ray-zero-copy")
 _ALL = ("memcpy", "store", "ray", "ray-numpy", "ray-zero-copy", "pool")
 _WITH_RAY = ("memcpy", "ray", "ray-numpy", "ray-zero-copy", "pool")
 _QUICK = ("64KiB", "1MiB", "16MiB")
-_ROUNDS = {"64KiB": 15, "1MiB": 12, "16MiB": 10, "256MiB": 7, "1GiB": 3, VERL: 5, SMALL: 60}
+_ROUNDS = {"64KiB": 20, "1MiB": 12, "16MiB": 10, "256MiB": 9, "1GiB": 4, VERL: 7, SMALL: 40}
 _QUICK_ROUNDS = 5
-_TURN = {"64KiB": 20, "1MiB": 10, "16MiB": 3}
+_TURN = {"64KiB": 10, "1MiB": 10, "16MiB": 3}
 """How often a subject does the operation when it is its turn: what is short is timed with caches that know it."""
-_WARM_UPS = 2
+_WARM_UPS = 3
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def plan(sizes: Sequence[str] | None = None, *, quick: bool = False, runs: int |
             steps.append(step("chunk", VERL, {"chunk": "chunk16/verl"}, _ALL))
             continue
         steps.append(step("roundtrip", size, {t: f"{t}/{size}" for t in ("put", "get", "putget")}, _ALL))
-        steps.append(step("actor", size, {"actor": f"actor/{size}"}, _WITH_RAY))
         if size == "256MiB":
             steps.append(step("passing", size, {"pass": f"pass/{size}"}, _WITH_RAY))
+        steps.append(step("actor", size, {"actor": f"actor/{size}"}, _WITH_RAY))
     return steps
 
 
@@ -75,10 +75,8 @@ def run(steps: Sequence[Step]) -> Iterator[list[Result]]:
         for number, step in enumerate(steps, 1):
             start = time.monotonic()
             results = _run_step(fleet, step, rng)
-            now = time.monotonic()
-            note(
-                f"{number} of {len(steps)}: {step.op} {step.payload}, {step.rounds} rounds in {now - start:.0f} s, {now - began:.0f} s in all"
-            )
+            took, total = time.monotonic() - start, time.monotonic() - began
+            note(f"{number} of {len(steps)}: {step.op} {step.payload}, {step.rounds} rounds in {took:.0f} s, {total:.0f} s in all")
             yield results
 
 
@@ -91,7 +89,6 @@ def _run_step(fleet: Fleet, step: Step, rng: random.Random) -> list[Result]:
             measured = fleet.time(subject, step.op, step.turn)
             if n >= 0:
                 times[subject] += measured
-    fleet.all(step.subjects, do="unload")
     results = []
     for key, case in step.cases.items():
         for subject in step.subjects:
@@ -105,45 +102,53 @@ def targets(results: Sequence[Result]) -> list[Target]:
     """What is asked of the package, and how near it came."""
     found = {(r.case, r.subject): r for r in results}
 
-    def value(case: str, subject: str) -> float | None:
+    def time(case: str, subject: str) -> _Time | None:
         result = found.get((case, subject))
-        return result.value if result else None
+        return _Time(result.value, result.best) if result else None
 
-    def under(name: str, took: float | None, allowed: float | None, limit: float = 1.0, detail: str = "") -> Target:
-        known = took is not None and allowed is not None
-        return Target(name, took / allowed if known else None, limit, detail=detail or (_compared(took, allowed) if known else ""))  # type: ignore[operator,arg-type]
+    def ratio(name: str, above: _Time | None, below: _Time | None, limit: float = 1.0, *, at_least: bool = False) -> None:
+        if above is None or below is None:
+            out.append(Target(name, None, limit, at_least))
+            return
+        detail = f"{duration(above.median)} : {duration(below.median)}"
+        out.append(Target(name, above.median / below.median, limit, at_least, above.best / below.best, detail))
 
-    def faster(name: str, case: str, than: str, limit: float) -> Target:
-        took, theirs = value(case, "pool"), value(case, than)
-        known = took is not None and theirs is not None
-        return Target(name, theirs / took if known else None, limit, at_least=True, detail=_compared(took, theirs) if known else "")  # type: ignore[operator,arg-type]
-
-    def plus(*times: float | None) -> float | None:
-        return None if None in times else sum(times)  # type: ignore[arg-type]
-
-    def scaled(time: float | None, factor: float) -> float | None:
-        return None if time is None else time * factor
-
-    small_put, small_get = value("put/small", "ray"), value("get/small", "ray")
-    large = [s for s, n in SIZES.items() if n >= 16 << 20]
-    out = [under(f"store put {s} / memcpy", value(f"put/{s}", "store"), value(f"put/{s}", "memcpy"), 1.2) for s in large]
+    out: list[Target] = []
+    small_put, small_get = time("put/small", "ray"), time("get/small", "ray")
+    for s in (s for s, n in SIZES.items() if n >= 16 << 20):
+        ratio(f"store put {s} / memcpy", time(f"put/{s}", "store"), time(f"put/{s}", "memcpy"), 1.2)
     for s in SIZES:
-        allowed = plus(scaled(value(f"put/{s}", "memcpy"), 1.2), small_put)
-        out.append(under(f"pool put {s} / (1.2 memcpy + ray small put)", value(f"put/{s}", "pool"), allowed))
-    out += [under(f"store get {s} / 50 us", value(f"get/{s}", "store"), 50e-6) for s in SIZES]
-    out += [under(f"pool get {s} / (ray small get + 100 us)", value(f"get/{s}", "pool"), plus(small_get, 100e-6)) for s in SIZES]
-    out.append(faster("ray / pool, put+get 256MiB", "putget/256MiB", "ray", 6))
-    out.append(faster("ray-zero-copy / pool, put+get 256MiB", "putget/256MiB", "ray-zero-copy", 1.5))
-    out.append(faster("ray / pool, put+get verl", "putget/verl", "ray", 8))
+        allowed = _sum(small_put, time(f"put/{s}", "memcpy"), 1.2)
+        ratio(f"pool put {s} / (ray put small + 1.2 memcpy)", time(f"put/{s}", "pool"), allowed)
+    for s in SIZES:
+        ratio(f"store get {s} / 50 us", time(f"get/{s}", "store"), _Time(50e-6, 50e-6))
+    for s in SIZES:
+        ratio(f"pool get {s} / (ray get small + 100 us)", time(f"get/{s}", "pool"), _sum(small_get, _Time(100e-6, 100e-6)))
+    for subject, case, limit in (("ray", "putget/256MiB", 6), ("ray-zero-copy", "putget/256MiB", 1.5), ("ray", "putget/verl", 8)):
+        ratio(f"{subject} / pool, {case}", time(case, subject), time(case, "pool"), limit, at_least=True)
     for case in ("put/64KiB", "get/64KiB", "putget/64KiB", "actor/64KiB"):
-        out.append(under(f"pool / ray, {case}", value(case, "pool"), value(case, "ray")))
+        ratio(f"pool / ray, {case}", time(case, "pool"), time(case, "ray"))
     for case in ("put/small", "get/small"):
-        out.append(under(f"pool / ray, {case}", value(case, "pool"), value(case, "ray"), 1.05))
+        ratio(f"pool / ray, {case}", time(case, "pool"), time(case, "ray"), 1.05)
     passed = found.get(("pass/256MiB", "pool"))
-    copied = passed.extra["bytes_copied"] / SIZES["256MiB"] if passed else None
-    out.append(Target("copied / passed on, pass 256MiB", copied, 0, detail=f"{passed.extra['bytes_copied']} bytes" if passed else ""))
+    copied = passed.extra["bytes_copied"] if passed else 0
+    out.append(
+        Target(
+            "bytes copied / passed on, pass/256MiB",
+            copied / SIZES["256MiB"] if passed else None,
+            0,
+            detail=f"{copied} bytes" if passed else "",
+        )
+    )
     return out
 
 
-def _compared(a: float, b: float) -> str:
-    return f"{duration(a)} : {duration(b)}"
+@dataclass(frozen=True)
+class _Time:
+    median: float
+    best: float
+
+
+def _sum(a: _Time | None, b: _Time | None, factor: float = 1.0) -> _Time | None:
+    """`a + factor * b`."""
+    return _Time(a.median + factor * b.median, a.best + factor * b.best) if a and b else None

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["ENVIRONMENTS", "SUBJECTS"]
@@ -37,24 +38,10 @@ _RAY_STORE_BYTES = 3 << 30
 _RAY_STORE_BESIDE_POOL_BYTES = 512 << 20
 
 
-def subjects(kind: str) -> dict[str, Any]:
-    """Starts what the subjects of this kind need."""
-    from bench import subjects as s
-
-    if kind == "local":
-        return {"memcpy": s.Memcpy(), "store": s.StoreOnly(_POOL_BYTES)}
-    actors = _Actors(pool=kind == "pool")
-    if kind == "plain":
-        return {"ray": s.Ray(actors), "ray-numpy": s.Ray(actors, arrays=True)}
-    return {"pool": s.Pool(actors)} if kind == "pool" else {"ray-zero-copy": s.Ray(actors)}
-
-
 class _Actors:
     """A local Ray with a producer and a consumer."""
 
     def __init__(self, pool: bool) -> None:
-        import torch  # noqa: F401 - before Ray, so that what a worker imports is warm in the page cache
-
         if pool:
             import mooncake_ray
 
@@ -70,38 +57,77 @@ class _Actors:
         )
         from bench.actors import Consumer, Producer
 
-        self.producer: Any = ray.remote(Producer).options(num_cpus=0).remote()
-        self.consumer: Any = ray.remote(Consumer).options(num_cpus=0).remote()
-        ray.get([self.producer.load.remote("64KiB"), self.consumer.probe.remote(None)])
+        producer: Any = ray.remote(Producer)
+        consumer: Any = ray.remote(Consumer)
+        self.producer, self.consumer = (cls.options(num_cpus=0).remote() for cls in (producer, consumer))
+        self.expected = 0.0
+        self._get = ray.get
+        self._get([self.producer.load.remote(None), self.consumer.probe.remote({})])
+
+    def load(self, name: str | None) -> None:
+        """Has the producer build a payload; None has it let go of the last one."""
+        self.expected = self._get(self.producer.load.remote(name))
 
 
-class Server:
-    """Answers requests. An exception is an answer too."""
+class _Server:
+    """Holds the subjects of one kind and what they need."""
 
-    def __init__(self, held: dict[str, Any]) -> None:
-        self.held = held
+    def __init__(self, kind: str) -> None:
+        from bench import subjects
 
-    def answer(self, request: dict[str, Any]) -> Any:
+        self.actors = None if kind == "local" else _Actors(pool=kind == "pool")
+        made: dict[str, Callable[[], subjects.Subject]] = {
+            "memcpy": subjects.Memcpy,
+            "store": lambda: subjects.StoreOnly(_POOL_BYTES),
+            "ray": lambda: subjects.Ray(self.actors),
+            "ray-numpy": lambda: subjects.Ray(self.actors, arrays=True),
+            "ray-zero-copy": lambda: subjects.Ray(self.actors),
+            "pool": lambda: subjects.Pool(self.actors),
+        }
+        self.held = {name: made[name]() for name in SUBJECTS[kind]}
+        self.loaded: tuple[str, bool] | None = None
+
+    def answer(self, do: str, **request: Any) -> Any:
+        actions: dict[str, Callable[..., Any]] = {"load": self.load, "time": self.time}
+        return actions[do](**request)
+
+    def load(self, subjects: list[str], payload: str, op: str) -> None:
+        """Builds the payload where the operation needs it, and checks that the subjects give back what they are given."""
+        from bench import payloads
+
+        with_actors = op == "actor" and self.actors is not None
+        if self.loaded == (payload, with_actors):
+            return
+        gc.unfreeze()
+        for subject in self.held.values():
+            subject.load(None)
+        if self.actors:
+            self.actors.load(payload if with_actors else None)
+        if not with_actors:
+            value = payloads.build(payload)
+            for subject in self.held.values():
+                subject.load(value)
+        for name in subjects:
+            if with_actors:
+                self.held[name].actor()
+            else:
+                self.held[name].check()
+        self.loaded = payload, with_actors
+        gc.collect()
+        gc.freeze()  # so that the collection before each timing is a short one
+
+    def time(self, subjects: list[str], op: str, times: int) -> list[dict[str, float]]:
         from bench.subjects import timed
 
-        do, names = request["do"], request["subjects"]
-        if do == "load":
-            for name in names:
-                self.held[name].load(request["payload"], request["op"])
-            for name in names:
-                self.held[name].check(request["op"])
-            gc.collect()
-            gc.freeze()  # so that the collection before each timing is a short one
-        elif do == "time":
-            return timed(getattr(self.held[names[0]], request["op"]), request["times"])
-        elif do == "unload":
-            gc.unfreeze()
-            for name in names:
-                self.held[name].unload()
-            gc.collect()
-        else:
-            raise ValueError(f"cannot {do}")
-        return None
+        return timed(getattr(self.held[subjects[0]], op), times)
+
+    def close(self) -> None:
+        for subject in self.held.values():
+            subject.close()
+        if self.actors:
+            import ray
+
+            ray.shutdown()
 
 
 def main(kind: str) -> None:
@@ -112,21 +138,16 @@ def main(kind: str) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    server = Server(subjects(kind))
+    server = _Server(kind)
     say({"ready": True})
     try:
         for line in sys.stdin:
             try:
-                say({"result": server.answer(json.loads(line))})
+                say({"result": server.answer(**json.loads(line))})
             except Exception:
                 say({"error": traceback.format_exc()})
     finally:
-        for subject in server.held.values():
-            subject.close()
-        if kind != "local":
-            import ray
-
-            ray.shutdown()
+        server.close()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ __all__ = ["CHUNKS", "SMALL_OPS", "Memcpy", "Pool", "Ray", "StoreOnly", "Subject
 
 CHUNKS = 16
 SMALL_OPS = 100  # in one round, as one is too short to time
+_SETTLE_S = 0.005  # Ray's store has its memory back within milliseconds, and nothing tells when
 _GIVEN_BACK_S = 20.0
 
 
@@ -23,12 +24,9 @@ class Subject:
 
     value: Any = None
 
-    def load(self, name: str, op: str) -> None:
-        """Builds a payload, in the process where the operation needs it."""
-        self.value = payloads.build(name)
-
-    def unload(self) -> None:
-        self.value = None
+    def load(self, value: Any) -> None:
+        """Takes the payload of the operations to come; None lets go of the last one."""
+        self.value = value
 
     def put(self, value: Any) -> Any:
         raise NotImplementedError
@@ -40,7 +38,7 @@ class Subject:
         """Empties the list, and returns when the store has the memory back."""
         raise NotImplementedError
 
-    def check(self, op: str) -> None:
+    def check(self) -> None:
         """Raises AssertionError unless what comes back is what went in."""
         handles = [self.put(self.value)]
         assert payloads.same(self.get(handles[0]), self.value), f"{type(self).__name__}: what came back is not what went in"
@@ -69,6 +67,9 @@ class Subject:
         del handle
         self.drop(handles)
         return {"put": (stored - start) / SMALL_OPS, "get": (end - stored) / SMALL_OPS}
+
+    def actor(self) -> dict[str, float]:
+        raise NotImplementedError
 
     def chunk(self) -> dict[str, float]:
         value = self.value
@@ -109,16 +110,12 @@ class Memcpy(Subject):
     _sources: list[np.ndarray] = []  # noqa: RUF012 - replaced, never changed
     _targets: list[np.ndarray] = []  # noqa: RUF012
 
-    def load(self, name: str, op: str) -> None:
-        super().load(name, op)
-        self._sources = [a.reshape(-1).view(np.uint8) for a in payloads.arrays_of(self.value) if not a.dtype.hasobject]
+    def load(self, value: Any) -> None:
+        self._targets = []  # before the next are made
+        self._sources = [a.reshape(-1).view(np.uint8) for a in payloads.arrays_of(value) if not a.dtype.hasobject]
         self._targets = [np.ones_like(a) for a in self._sources]
 
-    def unload(self) -> None:
-        super().unload()
-        self._sources, self._targets = [], []
-
-    def check(self, op: str) -> None:
+    def check(self) -> None:
         self._copy()
         assert all(map(np.array_equal, self._sources, self._targets)), "memcpy: what came back is not what went in"
 
@@ -176,42 +173,21 @@ class Ray(Subject):
         self.put, self.get = ray.put, ray.get  # type: ignore[assignment,method-assign]
         self._actors, self._arrays = actors, arrays
 
-    def load(self, name: str, op: str) -> None:
-        if op == "actor":
-            self.get(self._actors.producer.load.remote(name))
-            self._expected, self._settle_s = payloads.probe(value := payloads.build(name)), _settle_s(value)
-            return
-        value = payloads.build(name)
-        self._settle_s = _settle_s(value)
-        self.value = payloads.as_numpy(value) if self._arrays else value
-
-    def unload(self) -> None:
-        self.value = None
-        self.get(self._actors.producer.load.remote(None))
-
-    def check(self, op: str) -> None:
-        if op == "actor":
-            self.actor()
-        else:
-            super().check(op)
+    def load(self, value: Any) -> None:
+        self.value = payloads.as_numpy(value) if self._arrays and value is not None else value
 
     def drop(self, handles: list[Any]) -> None:
         handles.clear()
-        time.sleep(self._settle_s)
+        time.sleep(_SETTLE_S)
 
     def actor(self) -> dict[str, float]:
         start = time.perf_counter()
         handles = [self._actors.producer.batch.remote(self._arrays)]
         answer = self.get(self._actors.consumer.probe.remote(handles[0]))
         end = time.perf_counter()
-        assert answer == self._expected, f"{type(self).__name__}: the consumer got {answer}, not {self._expected}"
+        assert answer == self._actors.expected, f"{type(self).__name__}: the consumer got {answer}, not {self._actors.expected}"
         self.drop(handles)
         return {"actor": end - start}
-
-
-def _settle_s(value: Any) -> float:
-    """How long Ray is given to have its memory back. What is freed at once is put back within milliseconds; nothing tells."""
-    return 0.03 if payloads.nbytes(value) >= 1 << 20 else 0.003
 
 
 class Pool(Ray):
@@ -222,10 +198,10 @@ class Pool(Ray):
 
         handles.clear()
         _until_empty(mooncake_ray.pool_stats)
-        time.sleep(self._settle_s)
+        time.sleep(_SETTLE_S)
 
-    def check(self, op: str) -> None:
-        super().check(op)
+    def check(self) -> None:
+        super().check()
         import mooncake_ray
 
         assert not mooncake_ray.stats()["fallbacks"], f"the pool did not take the payload: {mooncake_ray.stats()}"

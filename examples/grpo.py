@@ -50,7 +50,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--store", choices=("pool", "ray"), default="pool", help="where batches and weights travel")
-    parser.add_argument("--steps", type=int, default=50, help="training steps")
+    parser.add_argument("--steps", type=int, default=80, help="training steps")
     parser.add_argument("--prompts", type=int, default=64, help="prompts per step")
     parser.add_argument("--group-size", type=int, default=16, help="responses per prompt")
     parser.add_argument("--rollout-workers", type=int, default=2, help="Ray actors that sample responses")
@@ -193,6 +193,11 @@ def main() -> int:
             mooncake_ray.install()
         print("starting Ray and the workers ...", flush=True)
         start_ray(args.rollout_workers)
+        if mooncake_ray.installed() != (args.store == "pool"):
+            print(
+                f"--store {args.store}, but the environment says otherwise: see RAY_RUNTIME_ENV_HOOK, MOONCAKE_RAY_ENABLED", file=sys.stderr
+            )
+            return 1
         loop = Loop(args)
         report(args, loop.run())
     except KeyboardInterrupt:

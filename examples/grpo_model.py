@@ -1,12 +1,12 @@
 """The task, the tiny policy and the arithmetic of GRPO. Plain torch: nothing here knows Ray.
 
-The task is counting on: a prompt names a stride and a first number, and the answer goes on from there
-until no number is left, then stops.
+The task is counting on: a prompt names a number, and the answer counts on from there to the last number,
+then stops.
 
-    BOS 2 51  ->  53 55 57 59 EOS
+    BOS 55  ->  56 57 58 59 60 EOS
 
-The score comes from checking the answer, so no example answers are needed. A random policy gets about
-one token in `VOCAB_SIZE` right.
+The score comes from checking a response, so no example answers are needed. A random policy starts below
+0.01; one that has learned what follows each number, and when to stop, gets 1.
 
 Shapes: B rows, P = `PROMPT_LENGTH`, R = `RESPONSE_LENGTH`, V = `VOCAB_SIZE`. Prompts all have length P;
 responses are padded to R on the right, and `response_mask` is 1 up to and including their EOS.
@@ -28,30 +28,30 @@ if TYPE_CHECKING:  # takes seconds to import, and only processes that hold a pol
 NUMBERS = 61  # the tokens 0 … 60 are the numbers
 PAD, BOS, EOS = NUMBERS, NUMBERS + 1, NUMBERS + 2
 VOCAB_SIZE = NUMBERS + 3
-MAX_STRIDE = 3
-PROMPT_LENGTH = 3
-RESPONSE_LENGTH = 24
-MIN_ANSWER_LENGTH = 6
+PROMPT_LENGTH = 2
+RESPONSE_LENGTH = 16
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-KL_COEFFICIENT = 0.02
+KL_COEFFICIENT = 0.05
 
 
 def make_prompts(rows: int, generator: torch.Generator) -> Tensor:
-    """Returns random prompts `BOS stride first`, int64 (rows, P), whose answers fit into R tokens."""
-    stride = torch.randint(1, MAX_STRIDE + 1, (rows,), generator=generator)
-    length = torch.randint(MIN_ANSWER_LENGTH, RESPONSE_LENGTH + 1, (rows,), generator=generator)
-    spare = torch.randint(0, MAX_STRIDE, (rows,), generator=generator) % stride
-    first = (NUMBERS - 1 - stride * (length - 1) - spare).clamp(min=0)
-    return torch.stack([torch.full_like(first, BOS), stride, first], dim=1)
+    """Returns random prompts `BOS first`, int64 (rows, P), whose answers fit into R tokens."""
+    first = torch.randint(NUMBERS - RESPONSE_LENGTH, NUMBERS, (rows,), generator=generator)
+    return torch.stack([torch.full_like(first, BOS), first], dim=1)
+
+
+def right_answers(prompts: Tensor) -> Tensor:
+    """Returns the answers to prompts (B, P): the numbers that follow, EOS, padding. int64 (B, R)."""
+    counted = prompts[:, 1:2] + torch.arange(1, RESPONSE_LENGTH + 1)
+    return torch.where(counted < NUMBERS, counted, torch.where(counted == NUMBERS, EOS, PAD))
 
 
 def score_responses(prompts: Tensor, responses: Tensor, response_mask: Tensor) -> Tensor:
-    """Scores responses by the share of right tokens.
+    """Scores responses by how far they get before the first mistake.
 
-    A token is right if it is the number before it plus the stride, or EOS where that would pass the
-    last number. The divisor is the length of the right answer or of the response, whichever is larger,
-    so only the exact answer gets 1: neither stopping early nor rambling on pays.
+    The right tokens before it are divided by the length of the right answer, or of the response if that
+    is larger. So only the exact answer gets 1: neither stopping early nor going on after the end pays.
 
     Args:
         prompts: int64 (B, P).
@@ -61,13 +61,11 @@ def score_responses(prompts: Tensor, responses: Tensor, response_mask: Tensor) -
     Returns:
         float32 (B,), from 0 to 1.
     """
-    stride, first = prompts[:, 1:2], prompts[:, 2:3]
-    before = torch.cat([first, responses[:, :-1]], dim=1)
-    following = torch.where(before + stride < NUMBERS, before + stride, EOS)
-    right = (responses == following) & (before < NUMBERS) & response_mask.bool()
-    answer_length = (NUMBERS - 1 - first) // stride + 1
-    length = torch.maximum(answer_length, response_mask.sum(dim=1, keepdim=True))
-    return right.sum(dim=1) / length[:, 0]
+    answers = right_answers(prompts)
+    right = (responses == answers) & (answers != PAD)
+    right_so_far = right.long().cumprod(dim=1)
+    length = torch.maximum((answers != PAD).sum(dim=1), response_mask.sum(dim=1))
+    return right_so_far.sum(dim=1) / length
 
 
 def build_policy(seed: int) -> LlamaForCausalLM:

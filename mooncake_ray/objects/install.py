@@ -144,7 +144,8 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _remote(self: Any, *args: Any, **kwargs: Any) -> Any:
         num_returns = kwargs.get("num_returns") or getattr(self, "_num_returns", None)
-        return submit(functools.partial(original, self, *args, **kwargs), dynamic=num_returns in ("dynamic", -1))
+        function = getattr(self, "_method_name", None) or self._function_name
+        return submit(functools.partial(original, self, *args, **kwargs), function=function, dynamic=num_returns in ("dynamic", -1))
 
     return _remote
 
@@ -164,19 +165,23 @@ def _creating(original: Callable[..., Any]) -> Callable[..., Any]:
     return _remote
 
 
-def submit(call: Callable[[], Any], *, dynamic: bool = False, tokens: list[ray.ObjectRef] | None = None) -> Any:
+def submit(
+    call: Callable[[], Any], *, function: str | None = None, dynamic: bool = False, tokens: list[ray.ObjectRef] | None = None
+) -> Any:
     """Submits a task: tokens of its arguments are kept (in `tokens`) until `call` returns, and what it returns is answered for."""
     state = routing.state
     outer, state.held = state.held, [] if tokens is None else tokens
     try:
-        result = call()
+        here = session.current()
+        if here is None:
+            return call()
+        here.lifetimes.listen()
+        with here.lifetimes.submitting():
+            result = call()
+            here.lifetimes.submitted(result, function, dynamic)
+        return result
     finally:
         state.held = outer
-    here = session.current()
-    if here is not None:
-        here.lifetimes.listen()
-        here.lifetimes.submitted(result, dynamic)
-    return result
 
 
 def _job_has_hook(worker: Any) -> bool:

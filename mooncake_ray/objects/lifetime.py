@@ -5,19 +5,22 @@ Ray has two kinds of owner, so there are two kinds of claim:
 * What a process puts, or passes by value, it owns. A *token* (a tiny real Ray object of this process) is counted by Ray as contained in
   the value; when the last reference to the value anywhere is gone Ray drops the token, and the claim ends.
 * What a task returns, its caller owns, and it must survive the process that made it. The claim is named after the return value; the broker
-  asks the processes on the node whose it is, and its owner asks Ray to be told when the return value goes out of scope.
+  asks the processes on the node whose it is, and the one that called the task ends it when the return value goes out of scope there.
 
-Nothing here waits for time to pass: a claim ends when Ray says that an object is out of scope, or when its owner's process is gone.
+Nothing here waits for time to pass: a claim ends when Ray says that an object is out of scope, or when its owner's process is gone. Ray
+says so by a callback, registered on a ref that this process holds; where there is no such ref (an item of a stream, a task whose returns
+were not expected to be routed) its reference table is looked at instead. An ObjectRef is never made from an id alone: if the object is out
+of scope by then, Ray would count it without an owner, and aborts when its task ends.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,20 +34,22 @@ from mooncake_ray.objects.counters import count
 
 __all__ = ["Lifetimes"]
 
-logger = logging.getLogger("mooncake_ray")
-
 _TASK_BYTES, _ID_BYTES = 24, 28  # of a TaskID; of an ObjectID, which is a TaskID and a little-endian index
-_RECENT = 1 << 14  # submissions remembered: only so that a return value dropped before its task ended is known as ours
+_SUBMISSIONS = 1 << 14  # remembered before those that nobody refers to any more are forgotten
+_LOOK_EVERY_S = 0.02  # between looks at Ray's reference table, or 10 times what a look takes if that is longer
 _ACTORS_EVERY_S = 1.0  # between looks at the states of restartable actors, a call to Ray's control store each
 _TOKENS_AHEAD = 4
 _MINT_TIMEOUT_S = 60.0
-_LOOK_AGAIN_S = 0.02  # between looks at Ray's books for what Ray has no callback for
+
+Claim = tuple[int, bytes]  # kind and key
 
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """What this process knows of a task it submitted."""
+    """What this process knows of a task it called."""
 
+    function: str | None
+    registered: bool = False  # Ray tells when its returns go out of scope
     generator: Callable[[], Any] | None = None  # a weak reference, for a streaming generator
     dynamic: bool = False  # num_returns="dynamic": items behind one ref, under ids that only Ray knows
 
@@ -55,14 +60,20 @@ class Lifetimes:
 
     client: pool.Client
     worker: Any  # ray's global worker
-    _recent: OrderedDict[bytes, _Submission] = field(default_factory=OrderedDict)
-    _undecided: dict[bytes, _Submission] = field(default_factory=dict)  # returns that may not have reached this process yet
-    _watched: dict[tuple[int, bytes], bytes] = field(default_factory=dict)  # claim → how ids start whose leaving Ray's table ends it
+    _submissions: dict[bytes, _Submission] = field(default_factory=dict)  # by TaskID
+    _remembered: int = _SUBMISSIONS
+    _routing_functions: set[str] = field(default_factory=set)  # whose returns were routed before
+    _returns: dict[bytes, bool] = field(default_factory=dict)  # registered returns in scope → whether this process answers for a claim
+    _under_way: set[object] = field(default_factory=set)  # submissions
+    _early: dict[bytes, frozenset[object]] = field(default_factory=dict)  # claims on returns of tasks that one of these may have called
+    _streamed: dict[bytes, _Submission] = field(default_factory=dict)  # claims on items that a reader may not have reached
+    _watched: dict[Claim, bytes] = field(default_factory=dict)  # claim → how the rows of Ray's table begin whose absence ends it
     _restartable: dict[str, list[ray.ObjectRef]] = field(default_factory=dict)  # actor → what it was created with
-    _actors_seen: float = 0.0  # when their states were last looked up
+    _next_look: float = 0.0
+    _next_actors: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
-    _stock: ThreadPoolExecutor | None = None
+    _minter: ThreadPoolExecutor | None = None
     _ahead: deque[Future[ray.ObjectRef]] = field(default_factory=deque)
 
     # ---- what this process owns
@@ -70,58 +81,74 @@ class Lifetimes:
     def mint(self) -> ray.ObjectRef:
         """A token: a Ray object owned by this process. When it is out of scope, so is what was claimed in its name."""
         token = ray.put(b"")  # bytes, and nothing else: a pickle inside a pickle would make Ray forget the refs of the outer one
-        self._when_gone(token, pool.KIND_TOKEN, token.binary())
+        if not self._register(token, self._token_gone):
+            with self._lock:
+                self._watched[pool.KIND_TOKEN, token.binary()] = _row(token.binary())
         return token
 
     def mint_aside(self) -> ray.ObjectRef:
         """A token made on another thread: the fibers of an async actor share a thread without a task, on which Ray would name two puts alike."""
-        if self._stock is None:
-            self._stock = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake_ray.tokens")
-            self._ahead = deque(self._stock.submit(self.mint) for _ in range(_TOKENS_AHEAD))
-        self._ahead.append(self._stock.submit(self.mint))
+        if self._minter is None:
+            self._minter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake_ray.tokens")
+            self._ahead = deque(self._minter.submit(self.mint) for _ in range(_TOKENS_AHEAD))
+        self._ahead.append(self._minter.submit(self.mint))
         return self._ahead.popleft().result(_MINT_TIMEOUT_S)
 
-    def _when_gone(self, ref: ray.ObjectRef, kind: int, key: bytes) -> bool:
-        """Ends the claim when Ray drops `ref`. False if this process does not own it, or it is gone already."""
+    def _register(self, ref: ray.ObjectRef, gone: Callable[[bytes], None]) -> bool:
+        """Has Ray call `gone` (on a thread of its own) when a ref that this process holds and owns is out of scope. False before Ray 2.56."""
         register = getattr(self.worker.core_worker, "add_object_out_of_scope_callback", None)
-        if register is None:  # before Ray 2.56: look at the reference table instead
-            return self._watch(ref, kind, key)
-        client = self.client
-        try:
-            return bool(register(ref, lambda _id: client.unclaim(kind, key)))
-        except ValueError:
-            return False
+        return register is not None and register(ref, gone)
 
-    def _watch(self, ref: ray.ObjectRef, kind: int, key: bytes) -> bool:
-        if kind == pool.KIND_RETURN and not self._owns(ref):
-            return False
-        with self._lock:
-            self._watched[kind, key] = _row(ref.binary())
-        return True
-
-    def _owns(self, ref: ray.ObjectRef) -> bool:
-        try:
-            owner = self.worker.core_worker.get_owner_address(ref)
-        except Exception:  # noqa: BLE001 - Ray raises a bare Exception for an object it does not know
-            return False
-        return self.worker.core_worker.get_worker_id().binary() in owner
+    def _token_gone(self, id: bytes) -> None:
+        self.client.unclaim(pool.KIND_TOKEN, id)
 
     # ---- what this process called for
 
-    def submitted(self, result: Any, dynamic: bool) -> None:
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Around a submission and its `submitted`: a task may have returned before `.remote()` has."""
+        mark = object()
+        self._under_way.add(mark)
+        try:
+            yield
+        finally:
+            self._under_way.discard(mark)
+
+    def submitted(self, result: Any, function: str | None, dynamic: bool) -> None:
         """Notes what `.remote()` returned."""
-        if isinstance(result, ray.ObjectRef):
-            task, what = result.binary()[:_TASK_BYTES], _DYNAMIC if dynamic else _PLAIN
-        elif isinstance(result, ray.ObjectRefGenerator):
-            task, what = result._generator_ref.binary()[:_TASK_BYTES], _Submission(generator=weakref.ref(result))
-        elif isinstance(result, list) and result and isinstance(result[0], ray.ObjectRef):
-            task, what = result[0].binary()[:_TASK_BYTES], _PLAIN
-        else:
+        if isinstance(result, ray.ObjectRefGenerator):
+            self._remember(result._generator_ref, _Submission(function, generator=weakref.ref(result)))
             return
+        refs = result if isinstance(result, list) else [result]
+        if not refs or not isinstance(refs[0], ray.ObjectRef):
+            return
+        registered = False
+        if function in self._routing_functions and not dynamic:
+            with self._lock:
+                self._returns.update((ref.binary(), False) for ref in refs)
+            registered = all([self._register(ref, self._return_gone) for ref in refs])
+            if not registered:
+                for ref in refs:
+                    self._returns.pop(ref.binary(), None)
+        self._remember(refs[0], _Submission(function, registered=registered, dynamic=dynamic))
+
+    def _remember(self, ref: ray.ObjectRef, what: _Submission) -> None:
+        self._submissions[ref.binary()[:_TASK_BYTES]] = what
+        if len(self._submissions) > self._remembered:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops the submissions that nothing in this process refers to."""
         with self._lock:
-            self._recent[task] = what
-            if len(self._recent) > _RECENT:
-                self._recent.popitem(last=False)
+            live = {bytes.fromhex(row.decode())[:_TASK_BYTES] for row in self._table()}
+            self._submissions = {task: what for task, what in list(self._submissions.items()) if task in live}
+            self._remembered = max(_SUBMISSIONS, 2 * len(self._submissions))
+
+    def _return_gone(self, id: bytes) -> None:
+        with self._lock:
+            answered_for = self._returns.pop(id, False)
+        if answered_for:
+            self.client.unclaim(pool.KIND_RETURN, id)
 
     def keep_for_restarts(self, actor_hex: str, refs: list[ray.ObjectRef]) -> None:
         """Holds what an actor was created with until it cannot restart any more."""
@@ -133,22 +160,24 @@ class Lifetimes:
 
     def listen(self) -> None:
         """Starts the thread that answers the broker's questions. Idempotent."""
+        if self._thread is not None:
+            return
         with self._lock:
-            if self._thread is not None:
-                return
-            self.client.listen()
-            self._thread = threading.Thread(target=self._run, name="mooncake_ray.lifetimes", daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self.client.listen()
+                thread = threading.Thread(target=self._run, name="mooncake_ray.lifetimes", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         try:
             while self.worker.connected:
-                event = self.client.next_event(_LOOK_AGAIN_S if self._undecided or self._watched else 1.0)
+                event = self.client.next_event(_LOOK_EVERY_S if self._early or self._streamed or self._watched else _ACTORS_EVERY_S)
                 if not self.worker.connected:
                     break
                 if event is not None:
                     self._answer(*event)
-                self._look_again()
+                self._look()
         except BrokerDiedError:
             pass  # the session is over; whoever calls next is told
         finally:
@@ -156,80 +185,98 @@ class Lifetimes:
 
     def _answer(self, kind: int, key: bytes) -> None:
         if kind == pool.KIND_TOKEN:  # the owner of a token died, and this process may still refer to what contains it
-            if _row(key) in self.worker.core_worker.get_all_reference_counts():
-                with self._lock:
-                    self._watched[kind, key] = _row(key)
-                self.client.adopt(kind, key)
+            self._adopt_if(_row(key) in self._table(), kind, key, _row(key), mine=False)
+            return
+        task = key[:_TASK_BYTES]
+        under_way = frozenset(self._under_way)  # before the look at what was noted
+        what = self._submissions.get(task)
+        if what is None:
+            if under_way:
+                self._early[key] = under_way
             else:
                 self.client.disown(kind, key, False)
             return
-        task = key[:_TASK_BYTES]
-        with self._lock:
-            what = self._recent.get(task)
-        if what is not None and what.dynamic:  # as long as the task's ref or any of its items lives
+        if what.function is not None:
+            self._routing_functions.add(what.function)
+        if what.registered:
             with self._lock:
-                self._watched[kind, key] = _row(task)
-            self.client.adopt(kind, key)
-        elif what is not None and what.generator is not None:
-            self._undecided[key] = what
+                if in_scope := key in self._returns:
+                    self._returns[key] = True
+            self._adopt_if(in_scope, kind, key, None, mine=True)
+        elif what.generator is not None:
+            self._streamed[key] = what
+        elif what.dynamic:  # as long as the task's ref or any of its items lives
+            self._adopt_if(True, kind, key, _row(task), mine=True)
         else:
-            self._decide(key, _nth(key, 0), mine=what is not None)
+            self._adopt_if(_row(key) in self._table(), kind, key, _row(key), mine=True)
 
-    def _decide(self, key: bytes, object_id: bytes, mine: bool) -> None:
-        ref = ray.ObjectRef(object_id)  # holds the object in scope meanwhile, if it is
-        if self._when_gone(ref, pool.KIND_RETURN, key):
-            count("adopted")
-            self.client.adopt(pool.KIND_RETURN, key)
-        else:
-            self.client.disown(pool.KIND_RETURN, key, mine)
-
-    def _look_again(self) -> None:
-        for key, what in list(self._undecided.items()):
-            if not _still_coming(self.worker.core_worker, what, _nth(key, 1)):
-                del self._undecided[key]
-                self._decide(key, _nth(key, 1), mine=True)
-        self._look_at_actors()
-        if not self._watched:
+    def _adopt_if(self, in_scope: bool, kind: int, key: bytes, watch: bytes | None, *, mine: bool) -> None:
+        if not in_scope:
+            self.client.disown(kind, key, mine)
             return
-        held = self.worker.core_worker.get_all_reference_counts()
+        count("adopted")
+        if watch is not None:
+            with self._lock:
+                self._watched[kind, key] = watch
+        self.client.adopt(kind, key)
+
+    # ---- looking at Ray's books
+
+    def _table(self) -> dict[bytes, Any]:
+        """Ray's references of this process, by the hex of the object's id."""
+        return self.worker.core_worker.get_all_reference_counts()
+
+    def _look(self) -> None:
+        for key, submissions in list(self._early.items()):
+            if not submissions & self._under_way:
+                del self._early[key]
+                self._answer(pool.KIND_RETURN, key)
+        now = time.monotonic()
+        if self._restartable and now >= self._next_actors:
+            self._next_actors = now + _ACTORS_EVERY_S
+            self._look_at_actors()
+        if not (self._streamed or self._watched) or now < self._next_look:
+            return
+        passed = [key for key, what in self._streamed.items() if not _still_coming(self.worker.core_worker, what, _item(key))]
+        table = self._table()
+        for key in passed:
+            del self._streamed[key]
+            self._adopt_if(_row(_item(key)) in table, pool.KIND_RETURN, key, _row(_item(key)), mine=True)
         with self._lock:
-            gone = [c for c, row in self._watched.items() if row not in held and not (len(row) < 2 * _ID_BYTES and any(h.startswith(row) for h in held))]
+            gone = [claim for claim, row in self._watched.items() if not _among(row, table)]
             for claim in gone:
                 del self._watched[claim]
         for claim in gone:
             self.client.unclaim(*claim)
+        self._next_look = now + max(_LOOK_EVERY_S, 10 * (time.monotonic() - now))
 
     def _look_at_actors(self) -> None:
-        now = time.monotonic()
-        if not self._restartable or now - self._actors_seen < _ACTORS_EVERY_S:
-            return
-        self._actors_seen = now
         for actor in list(self._restartable):
             if ray_state.actors(actor).get("State") == "DEAD":
                 with self._lock:
                     del self._restartable[actor]
 
 
-_PLAIN, _DYNAMIC = _Submission(), _Submission(dynamic=True)
+def _row(id: bytes) -> bytes:
+    """How Ray's reference table names an object, or begins the names of a task's objects."""
+    return id.hex().encode()
+
+
+def _among(row: bytes, table: Iterable[bytes]) -> bool:
+    return row in table or (len(row) < 2 * _ID_BYTES and any(name.startswith(row) for name in table))
 
 
 def _index(object_id: bytes) -> int:
     return int.from_bytes(object_id[_TASK_BYTES:], "little")
 
 
-def _nth(key: bytes, shift: int) -> bytes:
-    """The ObjectID of the return value that a claim key names. The items of a stream stand one behind their ordinal."""
-    return key[:_TASK_BYTES] + (_index(key) + shift).to_bytes(_ID_BYTES - _TASK_BYTES, "little")
-
-
-def _row(id: bytes) -> bytes:
-    """How Ray's reference table names an object."""
-    return id.hex().encode()
+def _item(key: bytes) -> bytes:
+    """The ObjectID of the item of a stream that a claim names: items are numbered from one behind their ordinal."""
+    return key[:_TASK_BYTES] + (_index(key) + 1).to_bytes(_ID_BYTES - _TASK_BYTES, "little")
 
 
 def _still_coming(core_worker: Any, what: _Submission, item: bytes) -> bool:
-    """Whether the reader of a stream is not past an item. Until it is, the stream holds the item, which may not be an object of this
-    process yet; touching its id then would spoil Ray's record of its owner."""
+    """Whether the reader of a stream is not past an item. Until it is, the stream holds the item, which may not have arrived."""
     generator = what.generator() if what.generator else None
     return generator is not None and _index(_next_id(core_worker, generator._generator_ref)) <= _index(item)
 

@@ -1,5 +1,6 @@
 #include "broker.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
@@ -14,6 +15,7 @@
 namespace mcr {
 namespace {
 
+constexpr size_t kLabelMax = 256;             // bytes; labels go into messages to others
 constexpr uint64_t kPopulateStep = 32 << 20;  // bytes; a step holds the arena's thread 10-20 ms
 
 int64_t now_ns() {
@@ -66,11 +68,15 @@ void Broker::stop() {
   [[maybe_unused]] auto n = ::write(stop_.get(), &one, sizeof one);
 }
 
-void Broker::watch(int fd, uint32_t events, int op) {
+bool Broker::try_watch(int fd, uint32_t events, int op) {
   epoll_event e{};
   e.events = events;
   e.data.fd = fd;
-  if (::epoll_ctl(epoll_.get(), op, fd, &e)) throw_errno("epoll_ctl");
+  return ::epoll_ctl(epoll_.get(), op, fd, &e) == 0;
+}
+
+void Broker::watch(int fd, uint32_t events, int op) {
+  if (!try_watch(fd, events, op)) throw_errno("epoll_ctl");
 }
 
 bool Broker::done() const {
@@ -99,18 +105,24 @@ void Broker::run() {
       } else if (fd == stop_.get() || fd == watched_.get()) {
         stopping_ = true;
       } else if (auto p = by_pidfd_.find(fd); p != by_pidfd_.end()) {
-        end_session(p->second);
+        // Looked at again: the event may be of a descriptor that was closed in this round, and whose number a new pidfd has.
+        pollfd dead{fd, POLLIN, 0};
+        if (::poll(&dead, 1, 0) == 1) end_session(p->second);
       } else if (auto c = conns_.find(fd); c != conns_.end()) {
         if (events[i].events & EPOLLOUT) flush_events(c->second);
         if (events[i].events & ~uint32_t(EPOLLOUT)) readable(fd);
       } else {
-        for (uint32_t a = 0; a < arenas_.size(); ++a)
-          if (arenas_[a]->progress_fd() == fd)
-            if (uint64_t more = arenas_[a]->drain()) table_.extend(a, more);
+        for (uint32_t a = 0; a < arenas_.size(); ++a) {
+          if (arenas_[a]->progress_fd() != fd) continue;
+          if (uint64_t more = arenas_[a]->drain()) table_.extend(a, more);
+          if (arenas_[a]->failed()) table_.stop_growing();
+        }
       }
       apply_effects();
     }
     expire();
+    if (std::exchange(queue_moved_, false)) serve_creates();
+    apply_effects();
     grow();
   }
 }
@@ -192,9 +204,11 @@ void Broker::readable(int fd) {
   }
 }
 
-void Broker::reply(int fd, const Reply& r, std::string_view body) {
+bool Broker::reply(int fd, const Reply& r, std::string_view body) {
   // One request is outstanding on a socket, so its reply fits; a client that broke that rule is cut off.
-  if (send_message(fd, &r, sizeof r, body.data(), body.size(), {}, MSG_DONTWAIT)) close_conn(fd);
+  if (!send_message(fd, &r, sizeof r, body.data(), body.size(), {}, MSG_DONTWAIT)) return true;
+  close_conn(fd);
+  return false;
 }
 
 void Broker::reply_status(int fd, Status s, std::string_view text) {
@@ -204,7 +218,7 @@ void Broker::reply_status(int fd, Status s, std::string_view text) {
   reply(fd, r, text);
 }
 
-void Broker::reply_found(int fd, Status s, const Location& at) {
+bool Broker::reply_found(int fd, Status s, const Location& at) {
   Reply r;
   r.status = uint16_t(s);
   r.arena = at.arena;
@@ -212,7 +226,7 @@ void Broker::reply_found(int fd, Status s, const Location& at) {
   r.size = at.size;
   r.aux = table_.populated_bytes();
   if (at.inlined) r.count = uint32_t(at.inlined->size());
-  reply(fd, r, at.inlined ? std::string_view(*at.inlined) : std::string_view());
+  return reply(fd, r, at.inlined ? std::string_view(*at.inlined) : std::string_view());
 }
 
 void Broker::push_event(SessionId s, const ClaimKey& key) {
@@ -225,17 +239,19 @@ void Broker::push_event(SessionId s, const ClaimKey& key) {
 }
 
 void Broker::flush_events(Conn& c) {
-  const bool armed = c.out.size() > 1;
   while (!c.out.empty()) {
     const int err = send_message(c.fd.get(), c.out.front().data(), c.out.front().size(), nullptr, 0, {}, MSG_DONTWAIT);
-    if (err == EAGAIN || err == EWOULDBLOCK) return watch(c.fd.get(), EPOLLIN | EPOLLOUT, EPOLL_CTL_MOD);
+    if (err == EAGAIN || err == EWOULDBLOCK) {
+      if (!std::exchange(c.armed, true)) watch(c.fd.get(), EPOLLIN | EPOLLOUT, EPOLL_CTL_MOD);
+      return;
+    }
     if (err) {
       c.out.clear();  // the peer is going; its end of file follows
       break;
     }
     c.out.pop_front();
   }
-  if (armed) watch(c.fd.get(), EPOLLIN, EPOLL_CTL_MOD);
+  if (std::exchange(c.armed, false)) watch(c.fd.get(), EPOLLIN, EPOLL_CTL_MOD);
 }
 
 void Broker::apply_effects() {
@@ -277,7 +293,7 @@ void Broker::park(Conn& c, const Request& q, std::vector<ObjectId> ids) {
 void Broker::unpark(uint64_t serial) {
   auto it = parked_.find(serial);
   if (it == parked_.end()) return;
-  creates_.remove(serial);
+  if (creates_.remove(serial)) queue_moved_ = true;
   for (ObjectId id : it->second.ids) {
     auto [b, e] = waiting_.equal_range(id);
     while (b != e) b = b->second == serial ? waiting_.erase(b) : std::next(b);
@@ -291,8 +307,10 @@ bool Broker::try_create(const Parked& p) {
   Location at;
   const Status st = table_.create(s, p.request.id, p.request.size, &at);
   if (st == Status::kFull) return false;
-  if (st == Status::kOk) reply_found(p.fd, st, at);
-  else reply_status(p.fd, st, st == Status::kTooLarge ? table_.why_full(p.request.size) : "");
+  if (st == Status::kOk) {
+    const ObjectId id = p.request.id;
+    if (!reply_found(p.fd, st, at)) table_.abort(s, id);
+  } else reply_status(p.fd, st, st == Status::kTooLarge ? table_.why_full(p.request.size) : "");
   return true;
 }
 
@@ -304,8 +322,8 @@ bool Broker::try_wait(const Parked& p, bool last) {
     if (presence == Table::Presence::kLeased && !last) return false;
     Location at;
     const Status st = presence == Table::Presence::kLeased ? Status::kTimeout : table_.get(s, p.request.id, &at);
-    if (st == Status::kOk || st == Status::kInline) reply_found(p.fd, st, at);
-    else reply_status(p.fd, st);
+    if (st != Status::kOk && st != Status::kInline) reply_status(p.fd, st);
+    else if (const ObjectId id = p.request.id; !reply_found(p.fd, st, at) && st == Status::kOk) table_.release(s, id);
     return true;
   }
   std::string ready(p.ids.size(), '\0');
@@ -342,7 +360,6 @@ void Broker::expire() {
     unpark(serial);  // first: a failing reply closes the connection
     give_up(p);
   }
-  if (!late.empty()) serve_creates();  // one that gave up may have stood before a smaller one
 }
 
 // ---- requests
@@ -360,13 +377,15 @@ void Broker::hello(Conn& c, const Request& q, std::string label, std::vector<Fd>
   while (!s || peers_.contains(s));
   Peer& p = peers_[s];
   // The client's own pidfd is right across pid namespaces and cannot name a reused pid.
-  p.pidfd = fds.empty() ? pidfd_of(pid) : std::move(fds.front());
-  if (p.pidfd) {
-    watch(p.pidfd.get(), EPOLLIN, EPOLL_CTL_ADD);
-    by_pidfd_[p.pidfd.get()] = s;
+  p.pidfd = fds.empty() ? Fd() : std::move(fds.front());
+  if (!p.pidfd || !try_watch(p.pidfd.get(), EPOLLIN, EPOLL_CTL_ADD)) {
+    p.pidfd = pidfd_of(pid);
+    if (p.pidfd) watch(p.pidfd.get(), EPOLLIN, EPOLL_CTL_ADD);
   }
+  if (p.pidfd) by_pidfd_[p.pidfd.get()] = s;
   p.conns.push_back(fd);
   c.session = s;
+  label.resize(std::min(label.size(), kLabelMax));
   table_.open_session(s, pid, std::move(label));
   idle_since_ = 0;
   ever_used_ = true;
@@ -416,7 +435,10 @@ void Broker::handle(Conn& c, const Request& q, const std::byte* body, size_t len
       if (creates_.empty() || q.timeout_ns == 0) {
         Location at;
         const Status st = table_.create(s, q.id, q.size, &at);
-        if (st == Status::kOk) return reply_found(fd, st, at);
+        if (st == Status::kOk) {
+          if (!reply_found(fd, st, at)) table_.abort(s, q.id);
+          return;
+        }
         if (st != Status::kFull) return reply_status(fd, st, st == Status::kTooLarge ? table_.why_full(q.size) : "");
       }
       if (q.timeout_ns == 0) return give_up({fd, q, {}, 0});

@@ -39,6 +39,7 @@ class Broker {
     Fd fd;
     SessionId session = 0;
     bool events = false;
+    bool armed = false;  // EPOLLOUT is asked for
     std::deque<std::string> out;  // events that did not fit into the socket
     uint64_t parked = 0;          // serial of the request that waits, if any
   };
@@ -71,12 +72,13 @@ class Broker {
   void grow();
   void close_conn(int fd);
   void end_session(SessionId s);
-  void reply(int fd, const Reply& r, std::string_view body = {});
+  bool reply(int fd, const Reply& r, std::string_view body = {});  // false: the client is not there to take it
   void reply_status(int fd, Status s, std::string_view text = {});
-  void reply_found(int fd, Status s, const Location& at);
+  bool reply_found(int fd, Status s, const Location& at);
   void push_event(SessionId s, const ClaimKey& key);
   void flush_events(Conn& c);
   void watch(int fd, uint32_t events, int op);
+  bool try_watch(int fd, uint32_t events, int op);
   int timeout_ms() const;
   bool done() const;
 
@@ -94,6 +96,7 @@ class Broker {
   uint64_t next_serial_ = 1;
   int64_t idle_since_ = 0;  // ns; 0 while there are sessions
   bool ever_used_ = false, stopping_ = false;
+  bool queue_moved_ = false;  // a create left the queue: the one behind it may fit
 };
 
 }  // namespace mcr

@@ -27,6 +27,16 @@ Request request(Op op, ObjectId id = {}, const ClaimKey& key = {}, uint16_t flag
   return q;
 }
 
+// Throws BrokerGone where nobody listens any more.
+Fd dial(const std::string& name) {
+  try {
+    return connect_abstract(name);
+  } catch (const std::system_error& e) {
+    if (e.code().value() != ECONNREFUSED) throw;
+    throw BrokerGone(std::string("no broker answers: ") + e.what());
+  }
+}
+
 // True if no page of the range was written by this process, so that the private map still shows what the pool has.
 // Bit 61 of a pagemap word: the page belongs to a file or is shared; bits 62 and 63: swapped, present.
 bool untouched(const std::byte* data, size_t bytes) {
@@ -85,12 +95,7 @@ std::shared_ptr<Client> Client::connect(const std::string& name, const std::stri
   std::shared_ptr<Client> c(new Client);
   c->name_ = name;
   c->pid_ = ::getpid();
-  Fd fd;
-  try {
-    fd = connect_abstract(name);
-  } catch (const std::system_error& e) {
-    throw BrokerGone(std::string("no broker answers: ") + e.what());
-  }
+  Fd fd = dial(name);
   Request q = request(Op::kHello);
   q.size = kProtocolVersion;
   q.count = uint32_t(std::min<size_t>(label.size(), 256));
@@ -123,7 +128,7 @@ std::shared_ptr<Client> Client::connect(const std::string& name, const std::stri
   }
   c->checkin(std::move(fd));
   c->post_ = c->checkout();
-  c->checkin(connect_abstract(name));
+  c->checkin(dial(name));
   {  // the second socket of the session serves calls, the first the one-way messages
     std::lock_guard lock(c->sockets_mutex_);
     Request join = request(Op::kAttach, {c->session_, 0});
@@ -162,9 +167,8 @@ Fd Client::checkout() {
   }
   Fd fd;
   try {
-    fd = connect_abstract(name_);
-  } catch (const std::system_error& e) {
-    if (e.code().value() != ECONNREFUSED) throw;
+    fd = dial(name_);
+  } catch (const BrokerGone&) {
     gone("the broker died");
   }
   Request q = request(Op::kAttach, {session_, 0});
@@ -197,8 +201,13 @@ Reply Client::call(const Request& q, const void* body, size_t len, std::string* 
     pollfd p{fd.get(), POLLIN, 0};
     const int k = q.timeout_ns ? ::poll(&p, 1, -1) : 1;  // only a call that may wait is worth the second syscall
     if (k < 0 && errno == EINTR && interrupted && interrupted()) {
-      fd.reset();  // the broker forgets what waited on this socket
-      if (q.op == uint16_t(Op::kCreate)) post(request(Op::kAbort, q.id));
+      ::shutdown(fd.get(), SHUT_RD);  // from here on the broker cannot answer, and takes back what it grants
+      Reply r;
+      if (recv_message(fd.get(), buf, room, nullptr, MSG_DONTWAIT) >= ssize_t(sizeof r)) {  // it has answered already
+        std::memcpy(&r, buf, sizeof r);
+        if (Status(r.status) == Status::kOk && q.op == uint16_t(Op::kCreate)) post(request(Op::kAbort, q.id));
+        if (Status(r.status) == Status::kOk && q.op == uint16_t(Op::kGet)) post_release(q.id);
+      }
       throw Interrupted();
     }
     if (k > 0) break;
@@ -217,17 +226,33 @@ Reply Client::call(const Request& q, const void* body, size_t len, std::string* 
 void Client::post(const Request& q, const void* body, size_t len) noexcept {
   if (dead_ || ::getpid() != pid_) return;
   std::lock_guard lock(post_mutex_);
-  if (!post_) return;
+  if (post_ && !said_bye_) post_locked(q, body, len);
+}
+
+void Client::post_locked(const Request& q, const void* body, size_t len) noexcept {
   flush_posts_locked();
   const int err = posts_.empty() ? send_message(post_.get(), &q, sizeof q, body, len, {}, MSG_DONTWAIT) : EAGAIN;
-  if (err == EAGAIN || err == EWOULDBLOCK) {  // the broker is behind; what waits goes out with the next message or by the listener
-    std::string m(reinterpret_cast<const char*>(&q), sizeof q);
-    if (len) m.append(static_cast<const char*>(body), len);
-    posts_.push_back(std::move(m));
-    const uint64_t one = 1;
-    [[maybe_unused]] auto n = ::write(wake_.get(), &one, sizeof one);
-  } else if (err) {
-    dead_ = true;
+  if (err && err != EAGAIN && err != EWOULDBLOCK) dead_ = true;
+  if (err != EAGAIN && err != EWOULDBLOCK) return;
+  std::string m(reinterpret_cast<const char*>(&q), sizeof q);
+  if (len) m.append(static_cast<const char*>(body), len);
+  posts_.push_back(std::move(m));
+  if (std::exchange(flushing_, true)) return;
+  // The broker is behind. There may be no next message to send this one along with, and others wait for what it gives back.
+  try {
+    std::thread([self = shared_from_this()] {
+      std::unique_lock lock(self->post_mutex_);
+      while (self->flush_posts_locked(), !self->posts_.empty()) {
+        pollfd room{self->post_.get(), POLLOUT, 0};
+        lock.unlock();
+        ::poll(&room, 1, -1);
+        lock.lock();
+      }
+      self->flushing_ = false;
+      if (self->said_bye_) self->post_.reset();
+    }).detach();
+  } catch (const std::exception&) {  // no thread to be had, or the client is being destroyed: it goes with the next message, if any
+    flushing_ = false;
   }
 }
 
@@ -256,14 +281,19 @@ void Client::remove(const std::vector<ObjectId>& ids) noexcept {
   }
 }
 
+void Client::post_release(ObjectId id) noexcept {
+  Request q = request(Op::kRelease);
+  q.count = 1;
+  post(q, &id, sizeof id);
+}
+
 void Client::unpin(ObjectId id, const std::byte* base) noexcept {
+  if (::getpid() != pid_) return;  // another thread may have held a lock at the fork
   {
     std::lock_guard lock(ranges_mutex_);
     if (auto it = ranges_.find(base); it != ranges_.end() && --it->second.uses == 0) ranges_.erase(it);
   }
-  Request q = request(Op::kRelease);
-  q.count = 1;
-  post(q, &id, sizeof id);
+  post_release(id);
   let_go();
 }
 
@@ -276,11 +306,9 @@ void Client::close() {
   if (live_ || ::getpid() != pid_) return;
   {
     std::lock_guard lock(post_mutex_);
-    if (post_) {
-      flush_posts_locked();
-      const Request q = request(Op::kBye);
-      send_message(post_.get(), &q, sizeof q, nullptr, 0, {}, MSG_DONTWAIT);
-      post_.reset();
+    if (post_ && !std::exchange(said_bye_, true)) {
+      post_locked(request(Op::kBye), nullptr, 0);
+      if (!flushing_) post_.reset();
     }
   }
   std::lock_guard lock(sockets_mutex_);
@@ -377,7 +405,7 @@ std::string Client::stats() {
 
 void Client::listen() {
   check_process();
-  Fd fd = connect_abstract(name_);
+  Fd fd = dial(name_);
   Request q = request(Op::kAttach, {session_, 0}, {}, kEvents);
   Reply r;
   alignas(8) std::byte buf[512];
@@ -389,18 +417,10 @@ void Client::listen() {
 
 bool Client::next_event(int timeout_ms, ClaimKey* key) {
   check_process();
-  pollfd p[3] = {{events_.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}, {-1, POLLOUT, 0}};
-  {
-    std::lock_guard lock(post_mutex_);
-    if (!posts_.empty()) p[2].fd = post_.get();
-  }
-  if (::poll(p, 3, timeout_ms) < 0 && errno != EINTR) throw_errno("poll");
+  pollfd p[2] = {{events_.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+  if (::poll(p, 2, timeout_ms) < 0 && errno != EINTR) throw_errno("poll");
   uint64_t count;
   [[maybe_unused]] auto drained = ::read(wake_.get(), &count, sizeof count);
-  {
-    std::lock_guard lock(post_mutex_);
-    if (post_) flush_posts_locked();
-  }
   if (!p[0].revents) return check_process(), false;
   Event e;
   const ssize_t n = recv_message(events_.get(), &e, sizeof e, nullptr, MSG_DONTWAIT);

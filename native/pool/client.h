@@ -116,6 +116,8 @@ class Client : public std::enable_shared_from_this<Client> {
   Reply call(const Request& q, const void* body, size_t len, std::string* text);
   struct Hold;
   void post(const Request& q, const void* body = nullptr, size_t len = 0) noexcept;
+  void post_release(ObjectId id) noexcept;
+  void post_locked(const Request& q, const void* body, size_t len) noexcept;
   void flush_posts_locked() noexcept;
   [[noreturn]] void gone(const char* what);
   void check_process() const;
@@ -139,9 +141,10 @@ class Client : public std::enable_shared_from_this<Client> {
 
   std::mutex post_mutex_;
   Fd post_;
-  std::deque<std::string> posts_;  // what did not fit into the socket
+  std::deque<std::string> posts_;  // what did not fit into the socket; a thread sends it
+  bool flushing_ = false, said_bye_ = false;
 
-  Fd events_, wake_;
+  Fd events_, wake_;  // wake_: close() tells next_event
   std::mutex ranges_mutex_;
   std::map<const std::byte*, Range> ranges_;
   std::atomic<uint64_t> warmed_{0};

@@ -34,12 +34,19 @@ Table::Session* Table::find(SessionId s) {
   return it == sessions_.end() ? nullptr : &it->second;
 }
 
+Table::Object* Table::find(const std::pair<ObjectId, uint64_t>& claimed) {
+  auto it = objects_.find(claimed.first);
+  return it == objects_.end() || it->second.birth != claimed.second ? nullptr : &it->second;
+}
+
 void Table::extend(uint32_t arena, uint64_t bytes) {
   arenas_.at(arena).extend(bytes / kPageSize);
   effects_.freed = true;
 }
 
 void Table::stop_growing() {
+  growing_ = false;
+  effects_.freed = true;  // not quite, but orphans may go now
 }
 
 uint64_t Table::populated_bytes() const {
@@ -108,6 +115,7 @@ bool Table::allocate(Object& o) {
         return true;
       }
     }
+    if (growing_ && populated_bytes() < limits_.capacity) return false;  // there is room, or will be
     if (!evict_one_orphan()) return false;
   }
 }
@@ -120,6 +128,7 @@ Status Table::create(SessionId s, ObjectId id, uint64_t size, Location* out) {
   Object o;
   o.creator = s;
   o.size = size;
+  o.birth = ++births_;
   if (!allocate(o)) return Status::kFull;
   *out = {o.arena, o.offset, o.size, nullptr};
   n->leases.insert(id);
@@ -155,6 +164,7 @@ Status Table::put_inline(SessionId s, ObjectId id, std::string_view bytes, const
   o.sealed = true;
   o.creator = s;
   o.size = bytes.size();
+  o.birth = ++births_;
   o.inlined = bytes;
   inline_used_ += bytes.size();
   ++counters_.puts;
@@ -213,6 +223,9 @@ void Table::remove(ObjectId id) {
   if (it == objects_.end() || !it->second.sealed || it->second.removed) return;
   it->second.removed = true;
   effects_.changed.push_back(id);
+  ClaimKey self{uint32_t(ClaimKind::kSelf)};
+  std::memcpy(self.bytes, &id, sizeof id);
+  if (auto c = claims_.find(self); c != claims_.end()) end_claim(c);  // whoever freed it
   maybe_drop(id);
 }
 
@@ -242,9 +255,11 @@ void Table::add_claim(SessionId s, const ClaimKey& key, bool handover, const std
   auto [it, fresh] = claims_.try_emplace(key);
   Claim& c = it->second;
   for (ObjectId id : ids) {
-    if (std::find(c.objects.begin(), c.objects.end(), id) != c.objects.end()) continue;
-    c.objects.push_back(id);
-    ++objects_.at(id).claims;
+    Object& o = objects_.at(id);
+    const std::pair claimed(id, o.birth);
+    if (std::find(c.objects.begin(), c.objects.end(), claimed) != c.objects.end()) continue;
+    c.objects.push_back(claimed);
+    ++o.claims;
   }
   if (!fresh) return;  // a retried task claims again for the return it already has
   c.creator = s;
@@ -313,6 +328,7 @@ void Table::unclaim(SessionId s, const ClaimKey& key) {
   // The owner of a return may see it go before its adoption arrives here.
   if (c.owner != s && !(c.owner == 0 && c.asked.contains(s))) return;
   if (c.handover && s != c.creator) {  // an heir is done with it; another may still refer to it
+    if (!c.owner) return answered(it, s);
     if (Session* n = find(s)) n->claims.erase(key);
     c.owner = 0;
     c.asked = {s};
@@ -330,18 +346,20 @@ void Table::end_claim(ClaimIt it) {
   if (Session* n = find(c.owner)) n->claims.erase(key);
   for (SessionId w : c.waiting)
     if (Session* n = find(w)) n->queried.erase(key);
-  for (ObjectId id : c.objects) {
-    if (auto o = objects_.find(id); o != objects_.end()) --o->second.claims;
-    maybe_drop(id);
+  for (const auto& claimed : c.objects) {
+    if (Object* o = find(claimed)) {
+      --o->claims;
+      maybe_drop(claimed.first);
+    }
   }
 }
 
 bool Table::evict_one_orphan() {
   for (const ClaimKey& key : orphans_) {
     auto it = claims_.find(key);
-    const bool frees = std::any_of(it->second.objects.begin(), it->second.objects.end(), [&](ObjectId id) {
-      auto o = objects_.find(id);
-      return o != objects_.end() && o->second.pins == 0 && o->second.claims == 1;
+    const bool frees = std::any_of(it->second.objects.begin(), it->second.objects.end(), [&](const auto& claimed) {
+      const Object* o = find(claimed);
+      return o && o->node != PageAllocator::kNil && o->pins == 0 && o->claims == 1;
     });
     if (!frees) continue;
     ++counters_.orphans_dropped;
@@ -360,8 +378,8 @@ std::string Table::why_full(uint64_t size) const {
                     " (largest extent " + human(largest) + ")";
   std::unordered_map<SessionId, std::pair<uint64_t, uint64_t>> held;  // claimed or leased, pinned
   for (const auto& [key, c] : claims_)
-    for (ObjectId id : c.objects)
-      if (auto o = objects_.find(id); o != objects_.end()) held[c.owner].first += o->second.size;
+    for (const auto& [id, birth] : c.objects)
+      if (auto o = objects_.find(id); o != objects_.end() && o->second.birth == birth) held[c.owner].first += o->second.size;
   for (const auto& [s, n] : sessions_) {
     for (ObjectId id : n.leases) held[s].first += objects_.at(id).size;
     for (const auto& [id, k] : n.pins) held[s].second += objects_.at(id).size;

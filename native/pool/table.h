@@ -88,9 +88,10 @@ class Table {
     uint64_t offset = 0, size = 0, pages = 0;
     std::string inlined;
     uint64_t pins = 0, claims = 0;
+    uint64_t birth = 0;  // tells it from an earlier object of the same id
   };
   struct Claim {
-    std::vector<ObjectId> objects;
+    std::vector<std::pair<ObjectId, uint64_t>> objects;  // and their births: one may have been removed, and its id used again
     SessionId owner = 0;    // who tells us when it ends; 0: being asked, or an orphan
     SessionId creator = 0;
     bool handover = false;  // survives its creator
@@ -122,6 +123,7 @@ class Table {
   void set_owner(ClaimIt it, SessionId s);
   bool evict_one_orphan();
   Session* find(SessionId s);
+  Object* find(const std::pair<ObjectId, uint64_t>& claimed);
 
   Limits limits_;
   Effects effects_;
@@ -131,7 +133,8 @@ class Table {
   std::unordered_map<ClaimKey, Claim> claims_;
   std::map<SessionId, Session> sessions_;
   std::list<ClaimKey> orphans_;  // oldest first
-  uint64_t used_ = 0, inline_used_ = 0;
+  uint64_t used_ = 0, inline_used_ = 0, births_ = 0;
+  bool growing_ = true;
 };
 
 }  // namespace mcr

@@ -38,6 +38,13 @@ void until(const char* file, int line, const char* what, F&& holds, int seconds 
   }
 }
 
+// The first number of that name in a JSON text.
+inline unsigned long long number(const std::string& json, const std::string& name) {
+  const size_t at = json.find("\"" + name + "\":");
+  if (at == std::string::npos) fail(__FILE__, __LINE__, "no " + name + " in " + json);
+  return std::strtoull(json.c_str() + at + name.size() + 3, nullptr, 10);
+}
+
 inline std::vector<std::pair<const char*, void (*)()>> cases;
 struct Case {
   Case(const char* name, void (*run)()) { cases.emplace_back(name, run); }

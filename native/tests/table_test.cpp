@@ -38,12 +38,6 @@ ClaimKey self(ObjectId id) {
   return k;
 }
 
-uint64_t field(const std::string& json, const std::string& name) {
-  const size_t at = json.find("\"" + name + "\":");
-  CHECK(at != std::string::npos);
-  return std::strtoull(json.c_str() + at + name.size() + 3, nullptr, 10);
-}
-
 // ---- by example
 
 constexpr SessionId A = 101, B = 102, C = 103, D = 104;
@@ -79,7 +73,7 @@ struct Fixture {
     std::sort(out.begin(), out.end());
     return out;
   }
-  uint64_t stat(const char* name) const { return field(t.stats_json(), name); }
+  uint64_t stat(const char* name) const { return check::number(t.stats_json(), name); }
   bool empty() const { return t.used_bytes() == 0 && stat("free_pages") == kPages && stat("claims") == 0 && stat("orphans") == 0; }
 };
 using Asked = std::vector<SessionId>;
@@ -316,8 +310,8 @@ TEST(an_orphan_stays_while_there_is_room_and_goes_oldest_first) {
 
 TEST(an_orphan_whose_end_would_free_no_page_stays) {
   Fixture f;
-  const ObjectId pinned = f.put(A, returned(1), false, 4), shared = f.put(A, returned(2), false, 4), loose = f.put(A, returned(3), false, 4);
   CHECK_EQ(f.t.put_inline(A, {A, 77}, "small", returned(4), false), Status::kOk);
+  const ObjectId pinned = f.put(A, returned(1), false, 4), shared = f.put(A, returned(2), false, 4), loose = f.put(A, returned(3), false, 4);
   CHECK_EQ(f.get(B, pinned), Status::kOk);
   CHECK_EQ(f.t.seal(B, {}, token(1), false, {shared}), Status::kOk);
   f.t.close_session(A);
@@ -517,7 +511,7 @@ struct Model {
     SessionId lessee = 0;
     uint64_t size = 0, pages = 0, offset = 0;
     uint32_t arena = 0;
-    std::map<SessionId, uint64_t> pins;
+    std::map<SessionId, uint64_t> pins = {};
   };
   struct Claim {
     std::set<ObjectId> objects;
@@ -614,6 +608,7 @@ struct Model {
     sessions.at(s).listens = on;
     if (!on)
       for (const ClaimKey& key : keys([&](auto& c) { return c.waiting.contains(s); })) no(s, key);
+    sweep();
   }
   void close(SessionId s) {
     listen(s, false);
@@ -699,30 +694,41 @@ struct Run {
     return out;
   }
 
-  // Orphans go oldest first. Several that were orphaned by one operation are of one age: the table says which it took.
+  bool frees_pages(const Model::Claim& c) {
+    return c.orphan && std::any_of(c.objects.begin(), c.objects.end(), [&](ObjectId id) {
+             const auto& o = m.objects.at(id);
+             return !o.inlined && o.pins.empty() && m.claims_on(id) == 1;
+           });
+  }
+  bool was_dropped(const ClaimKey& key) {
+    const auto& objects = m.claims[key].objects;
+    return std::any_of(objects.begin(), objects.end(), [&](ObjectId id) { return t.presence(id) == kMissing; });
+  }
+  void drop_orphan(const ClaimKey& key) {
+    m.claims.erase(key);
+    ++m.dropped;
+    m.sweep();
+  }
+  // Orphans go oldest first. Several that one operation orphaned are of one age: the table says which of them it took, and in what order.
   bool make_room(uint64_t pages) {
+    int age = -1;
+    auto next = [&] {
+      auto oldest = m.keys([&](const Model::Claim& c) { return frees_pages(c) && (age < 0 || c.orphan_since == age); });
+      std::erase_if(oldest, [&](auto& key) { return !was_dropped(key); });
+      return oldest;
+    };
     while (!m.fits(pages)) {
       if (m.populated() < m.capacity) return false;
-      auto frees = [&](const Model::Claim& c) {
-        return c.orphan && std::any_of(c.objects.begin(), c.objects.end(), [&](ObjectId id) {
-                 const auto& o = m.objects.at(id);
-                 return !o.inlined && o.pins.empty() && m.claims_on(id) == 1;
-               });
-      };
-      auto oldest = m.keys(frees);
-      if (oldest.empty()) return false;
-      int age = INT32_MAX;
-      for (auto& key : oldest) age = std::min(age, m.claims[key].orphan_since);
-      std::erase_if(oldest, [&](auto& key) { return m.claims[key].orphan_since != age; });
-      auto taken = std::find_if(oldest.begin(), oldest.end(), [&](auto& key) {
-        const auto& objects = m.claims[key].objects;
-        return std::any_of(objects.begin(), objects.end(), [&](ObjectId id) { return t.presence(id) == kMissing; });
-      });
-      CHECK(taken != oldest.end());
-      m.claims.erase(*taken);
-      ++m.dropped;
-      m.sweep();
+      const auto candidates = m.keys([&](const Model::Claim& c) { return frees_pages(c); });
+      if (candidates.empty()) return false;
+      age = INT32_MAX;
+      for (auto& key : candidates) age = std::min(age, m.claims[key].orphan_since);
+      const auto taken = next();
+      CHECK(!taken.empty());
+      drop_orphan(taken.front());
     }
+    if (age >= 0)
+      for (auto taken = next(); !taken.empty(); taken = next()) drop_orphan(taken.front());
     return true;
   }
 
@@ -912,15 +918,15 @@ struct Run {
     const std::string json = t.stats_json();
     const uint64_t free_pages = m.populated() / kPageSize - m.used_pages();
     CHECK_EQ(t.used_bytes(), m.used_pages() * kPageSize);
-    CHECK_EQ(field(json, "free_pages"), free_pages);
-    CHECK_EQ(field(json, "inline_bytes"), m.inline_used());
-    CHECK_EQ(field(json, "leases"), leases);
-    CHECK_EQ(field(json, "pins"), pins);
-    CHECK_EQ(field(json, "objects"), readable);
-    CHECK_EQ(field(json, "removed_but_pinned"), removed);
-    CHECK_EQ(field(json, "claims"), m.claims.size());
-    CHECK_EQ(field(json, "orphans"), orphans);
-    CHECK_EQ(field(json, "claims_unanswered"), unanswered);
+    CHECK_EQ(check::number(json, "free_pages"), free_pages);
+    CHECK_EQ(check::number(json, "inline_bytes"), m.inline_used());
+    CHECK_EQ(check::number(json, "leases"), leases);
+    CHECK_EQ(check::number(json, "pins"), pins);
+    CHECK_EQ(check::number(json, "objects"), readable);
+    CHECK_EQ(check::number(json, "removed_but_pinned"), removed);
+    CHECK_EQ(check::number(json, "claims"), m.claims.size());
+    CHECK_EQ(check::number(json, "orphans"), orphans);
+    CHECK_EQ(check::number(json, "claims_unanswered"), unanswered);
     CHECK_EQ(t.counters().orphans_dropped, m.dropped);
     CHECK_EQ(t.session_count(), m.sessions.size());
     for (auto& [s, n] : m.sessions) CHECK_EQ(t.holds_anything(s), holds[s]);

@@ -1203,9 +1203,12 @@ def argument_waits_in_the_queue():
 
 @case
 def results_nobody_wants():
-    for i in range(6):
-        scale.remote(floats(i), 2)
-        ray.put(floats(i))
+    """Refs dropped while their tasks are queued, running or just replying."""
+    for i in range(60):
+        for j in range(6):
+            scale.remote(floats(j), 2)
+            ray.put(floats(j))
+        ray.get(scale.remote(floats(i), 2))
     return ray.get(scale.remote(floats(), 2))
 
 

@@ -1,0 +1,114 @@
+"""One Ray cluster with the pool installed, shared by the tests of this process; and ways to look at it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+HERE = Path(__file__).parent
+DEADLINE_S = 20.0
+
+
+def until(condition: Callable[[], object], what: str = "the condition") -> None:
+    """Waits for a condition, with a deadline."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"{what} did not come true within {DEADLINE_S} s")
+        time.sleep(0.005)
+
+
+def ray_init(**kwargs):
+    """Ray on this machine. Its own start-up limit of 30 s is short for a busy one, so more than one try."""
+    import ray
+
+    kwargs = {"num_cpus": 4, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 300 << 20} | kwargs
+    for left in (2, 1, 0):
+        try:
+            return ray.init(address="local", **kwargs)
+        except Exception:
+            ray.shutdown()
+            if not left:
+                raise
+
+
+@pytest.fixture(scope="session")
+def pool_ray():
+    """Ray with the pool installed in this process."""
+    import ray
+
+    import mooncake_ray
+
+    mooncake_ray.install(capacity_bytes=256 << 20, prefault_bytes=32 << 20)
+    ray_init(runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}})
+    yield ray
+    ray.shutdown()
+    mooncake_ray.uninstall()
+
+
+@pytest.fixture
+def pool(pool_ray):
+    """The pool, and the demand that a test leaves nothing in it."""
+    view = Pool()
+    yield view
+    view.settles_at(0)
+
+
+class Pool:
+    """What the broker says; objects and claims beside those that an earlier test left (and was blamed for)."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        self._before = {name: getattr(self, name) for name in ("objects", "claims")}
+
+    def __getattr__(self, name: str):
+        import mooncake_ray
+
+        return mooncake_ray.pool_stats()[name] - self._before.get(name, 0)
+
+    def settles_at(self, objects: int) -> None:
+        """Asserts that the pool comes to hold that many objects. Collects garbage first: exceptions keep frames, and frames refs."""
+        gc.collect()
+        try:
+            until(lambda: self.objects == objects)
+        except AssertionError:
+            import mooncake_ray
+
+            raise AssertionError(f"the pool should hold {objects} objects: {mooncake_ray.pool_stats()}") from None
+
+
+def run_script(text: str, *, env: dict[str, str] | None = None, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    """Runs a program of its own; asserts that it succeeded."""
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "PYTHONPATH": str(HERE), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def broker_pids(scope: str) -> list[int]:
+    """The brokers whose name has `scope` in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if words[0].endswith(b"mooncake-broker") and any(scope.encode() in w for w in words):
+                found.append(int(entry.name))
+    return found
