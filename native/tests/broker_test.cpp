@@ -842,22 +842,16 @@ TEST(a_broker_leaves_with_the_process_it_watches) {
 }
 
 TEST(memory_is_populated_as_it_is_needed) {
-  Broker broker({harness::random_name(), 200 * kMiB, kMiB, 0, 1e6, 1e6});
+  const std::string name = harness::random_name();
+  Broker broker({name, 200 * kMiB, kMiB, 0, 1e6, 1e6});
   std::thread loop([&] { broker.run(); });
-  {
-    const std::string name = harness::random_name();
-    Broker small({name, 200 * kMiB, kMiB, 0, 1e6, 1e6});
-    std::thread t([&] { small.run(); });
-    ClientPtr c = Client::connect(name, "x");
-    UNTIL(stat(*c, "populated_bytes") > 0);
-    CHECK(stat(*c, "populated_bytes") < 200 * kMiB);
-    // Much more than is there: waits for the kernel, not for somebody to free.
-    std::byte* where;
-    CHECK_EQ(c->create(c->new_id(), 150 * kMiB, 600 * kSecond, &where).status, Status::kOk);
-    where[0] = where[150 * kMiB - 1] = std::byte{1};
-    small.stop();
-    t.join();
-  }
+  ClientPtr c = Client::connect(name, "x");
+  UNTIL(stat(*c, "populated_bytes") > 0);
+  CHECK(stat(*c, "populated_bytes") < 200 * kMiB);
+  // Much more than is there: waits for the kernel, not for somebody to free.
+  std::byte* where;
+  CHECK_EQ(c->create(c->new_id(), 150 * kMiB, 600 * kSecond, &where).status, Status::kOk);
+  where[0] = where[150 * kMiB - 1] = std::byte{1};
   broker.stop();
   loop.join();
 }
