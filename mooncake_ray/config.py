@@ -49,8 +49,8 @@ class Config:
     own store. Fixed by the process that starts the broker."""
     prefault_bytes: int = 256 << 20
     """How much populated memory the pool keeps ahead of what is used."""
-    min_bytes: int = 64 << 10
-    """Objects whose tensors and arrays are smaller than this in total go Ray's own way."""
+    min_bytes: int = 100 << 10
+    """Objects whose tensors and arrays are smaller than this in total go Ray's own way. The default is what Ray keeps inline."""
     put_timeout_s: float = 10.0
     """How long a put waits for room. Then Ray's own store takes the object (a `Store` raises StoreFullError)."""
     start_timeout_s: float = 30.0

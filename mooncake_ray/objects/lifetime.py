@@ -38,7 +38,7 @@ _TASK_BYTES, _ID_BYTES = 24, 28  # of a TaskID; of an ObjectID, which is a TaskI
 _SUBMISSIONS = 1 << 14  # remembered before those that nobody refers to any more are forgotten
 _LOOK_EVERY_S = 0.02  # between looks at Ray's reference table, or 10 times what a look takes if that is longer
 _ACTORS_EVERY_S = 1.0  # between looks at the states of restartable actors, a call to Ray's control store each
-_TOKENS_AHEAD = 4
+_TOKENS_AHEAD = 2
 _MINT_TIMEOUT_S = 60.0
 
 Claim = tuple[int, bytes]  # kind and key
@@ -78,21 +78,45 @@ class Lifetimes:
 
     # ---- what this process owns
 
-    def mint(self) -> ray.ObjectRef:
-        """A token: a Ray object owned by this process. When it is out of scope, so is what was claimed in its name."""
+    def token(self, *, aside: bool = False) -> ray.ObjectRef:
+        """A token: a Ray object owned by this process. When it is out of scope, so is what was claimed in its name.
+
+        Args:
+            aside: Not made on this thread: the fibers of an async actor share one without a task, on which Ray would name two puts alike.
+        """
+        with self._lock:
+            ahead = self._ahead.popleft() if self._ahead else None
+        if aside:
+            self.make_token_ahead()
+            return (ahead or self._threads().submit(self._mint)).result(_MINT_TIMEOUT_S)
+        return ahead.result() if ahead is not None and ahead.done() else self._mint()
+
+    def make_token_ahead(self) -> None:
+        """Has a token made on another thread, for the next one who wants one. Worth it while this thread does without the GIL for a while.
+
+        Not for the worker of plain tasks: Ray does not end an idle worker that owns objects.
+        """
+        if len(self._ahead) < _TOKENS_AHEAD and not self._runs_plain_tasks():
+            made = self._threads().submit(self._mint)
+            with self._lock:
+                self._ahead.append(made)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._minter is None:
+                self._minter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake_ray.tokens")
+            return self._minter
+
+    def _runs_plain_tasks(self) -> bool:
+        return self.worker.mode == ray.WORKER_MODE and self.worker.core_worker.get_actor_id().is_nil()
+
+    def _mint(self) -> ray.ObjectRef:
         token = ray.put(b"")  # bytes, and nothing else: a pickle inside a pickle would make Ray forget the refs of the outer one
         if not self._register(token, self._token_gone):
+            self.listen()
             with self._lock:
                 self._watched[pool.KIND_TOKEN, token.binary()] = _row(token.binary())
         return token
-
-    def mint_aside(self) -> ray.ObjectRef:
-        """A token made on another thread: the fibers of an async actor share a thread without a task, on which Ray would name two puts alike."""
-        if self._minter is None:
-            self._minter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake_ray.tokens")
-            self._ahead = deque(self._minter.submit(self.mint) for _ in range(_TOKENS_AHEAD))
-        self._ahead.append(self._minter.submit(self.mint))
-        return self._ahead.popleft().result(_MINT_TIMEOUT_S)
 
     def _register(self, ref: ray.ObjectRef, gone: Callable[[bytes], None]) -> bool:
         """Has Ray call `gone` (on a thread of its own) when a ref that this process holds and owns is out of scope. False before Ray 2.56."""

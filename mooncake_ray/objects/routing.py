@@ -26,7 +26,7 @@ from ray._private import worker as ray_worker
 
 from mooncake_ray._native import pool
 from mooncake_ray.errors import StoreError
-from mooncake_ray.objects import async_items, frameworks, session
+from mooncake_ray.objects import async_items, session
 from mooncake_ray.objects.counters import count
 from mooncake_ray.store.packing import Here, Packer, scan
 
@@ -35,6 +35,7 @@ __all__ = ["Place", "RoutingPickle", "place_of", "state"]
 logger = logging.getLogger("mooncake_ray")
 
 _INLINE_LIMIT = 100 << 10  # bytes: Ray's default max_direct_call_object_size
+_LONG_COPY = 4 << 20  # bytes: takes longer to copy than a token to make
 _PASS_ON_FROM = 16 << 10  # bytes: a smaller view of a pool object is copied, lest it keep the whole object
 
 
@@ -167,17 +168,18 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
     """Copies what the packer took, and binds it and what it passes on to the life of the value."""
     segments, foreign = packer.segments, list(packer.foreign)
     lease = here.client.create(packer.id, segments.nbytes, here.config.put_timeout_s) if segments.parts else None
-    if lease is not None:
-        lease.copy(segments.parts)
     if place.kind == "return":
         claim = (pool.KIND_RETURN, place.task, False)
     else:
-        token = here.lifetimes.mint_aside() if place is _AN_ASYNC_RETURN else here.lifetimes.mint()
+        token = here.lifetimes.token(aside=place is _AN_ASYNC_RETURN)
         here.worker.get_serialization_context().add_contained_object_ref(token, allow_out_of_band_serialization=True)
         if state.held is not None:
             state.held.append(token)
         claim = (pool.KIND_TOKEN, token.binary(), place is _AN_ASYNC_RETURN)
     if lease is not None:
+        if place.kind != "return" and segments.nbytes >= _LONG_COPY:
+            here.lifetimes.make_token_ahead()
+        lease.copy(segments.parts)
         lease.seal(*claim, foreign)
     else:
         here.client.claim(foreign, *claim)
@@ -215,8 +217,7 @@ class _RayPacker(Packer):
             return session.open_region, (self.client.pool_id, self.id)
         if kind is _There:
             return session.open_region, (self.client.pool_id, obj.id)
-        reduced = super().reduce(obj)
-        return frameworks.reduce(obj) if reduced is NotImplemented else reduced
+        return super().reduce(obj)
 
     def place(self, address: int, nbytes: int, owner: Any) -> tuple[Any, int]:
         at = self.client.locate(address, nbytes) if nbytes >= _PASS_ON_FROM else None

@@ -115,13 +115,12 @@ class Store:
             ObjectLostError: the key is of another pool, whose broker is gone.
             GetTimeoutError: still being written after `timeout_s` seconds (None: no limit).
         """
-        client = self._client_of(key)
-        pin = client.get(key.id, timeout_s)
+        pin = self._client_of(key).get(key.id, timeout_s, True)
         raw = memoryview(pin)
         magic, n = _HEADER.unpack_from(raw)
         if magic != _MAGIC:
             raise ObjectNotFoundError(f"object {key.id.hex()} was not stored by Store.put; use view()")
-        region = _Offset(client, key.id, _start_of_segments(_HEADER.size + n))
+        region = _Pinned(raw[_start_of_segments(_HEADER.size + n) :])
         outer, _loading.region = getattr(_loading, "region", None), region
         try:
             return pickle.loads(raw[_HEADER.size : _HEADER.size + n])
@@ -181,20 +180,13 @@ class Store:
         return client
 
 
-class _Offset(Region):
-    """A region whose segments start some way into the object."""
+class _Pinned(Region):
+    """The segments of an object that is mapped already."""
 
-    __slots__ = ("start",)
+    __slots__ = ()
 
-    def __init__(self, client: pool.Client, id: bytes, start: int) -> None:
-        super().__init__(client, id)
-        self.start = start
-
-    def shared(self) -> Any:
-        return memoryview(super().shared())[self.start :]
-
-    def private(self) -> Any:
-        return memoryview(super().private())[self.start :]
+    def __init__(self, segments: memoryview) -> None:
+        self._private = segments
 
 
 def _start_of_segments(blob_bytes: int) -> int:

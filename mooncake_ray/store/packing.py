@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from mooncake_ray.store import frameworks
+
 __all__ = ["Packer", "Region", "Segments", "scan", "unpack_array", "unpack_tensor"]
 
 _ALIGN = 64  # bytes: a cache line, and enough for every dtype
 _PAGE = 4096  # bytes: large segments start on a page
 _PAGE_FROM = 1 << 20
 _SMALL = 1 << 10  # bytes: below, a segment costs more than pickling the value
+_SEAL_S = 60.0  # a descriptor may be here before the seal of what it names; only the death of its maker can come between
 _SCAN_NODES = 512  # containers and leaves that `scan` looks at
 
 
@@ -53,15 +56,17 @@ class Region:
         self._shared = self._private = None
 
     def shared(self) -> Any:
-        """A Pin: read-only, the same memory for every reader on the node."""
+        """A Pin for views that are not written: the same memory for every reader on the node, unless there is a private one already."""
+        if self._private is not None:
+            return self._private
         if self._shared is None:
-            self._shared = self.client.get(self.id)
+            self._shared = self.client.get(self.id, _SEAL_S)
         return self._shared
 
     def private(self) -> Any:
         """A Pin: writable; what is written stays with this region's views."""
         if self._private is None:
-            self._private = self.client.get(self.id, 0, True)
+            self._private = self.client.get(self.id, _SEAL_S, True)
         return self._private
 
 
@@ -156,7 +161,7 @@ class Packer:
             return self._reduce_array(obj)
         if isinstance(obj, self._tensor):
             return self._reduce_tensor(obj)
-        return NotImplemented
+        return frameworks.reduce(obj)
 
     def place(self, address: int, nbytes: int, owner: Any) -> tuple[Any, int]:
         """Where these bytes are going to be: something that unpickles as a Region, and the offset in it."""
@@ -198,8 +203,8 @@ class Packer:
         if not plain or cls.__reduce_ex__ is not torch.Tensor.__reduce_ex__:
             return NotImplemented
         state = torch._utils._get_obj_state(tensor)
-        if cls is torch.Tensor:
-            return NotImplemented if state else (unpack_tensor, self._pack_tensor(tensor))
+        if cls is torch.Tensor and not state:
+            return unpack_tensor, self._pack_tensor(tensor)
         return torch._tensor._rebuild_from_type_v2, (unpack_tensor, cls, self._pack_tensor(tensor), state)
 
     def _pack_tensor(self, tensor: Any) -> tuple[Any, ...]:

@@ -107,7 +107,8 @@ void Broker::run() {
       } else if (auto p = by_pidfd_.find(fd); p != by_pidfd_.end()) {
         // Looked at again: the event may be of a descriptor that was closed in this round, and whose number a new pidfd has.
         pollfd dead{fd, POLLIN, 0};
-        if (::poll(&dead, 1, 0) == 1) end_session(p->second);
+        const SessionId s = p->second;  // its last word may be a goodbye
+        if (::poll(&dead, 1, 0) == 1) last_words(s), end_session(s);
       } else if (auto c = conns_.find(fd); c != conns_.end()) {
         if (events[i].events & EPOLLOUT) flush_events(c->second);
         if (events[i].events & ~uint32_t(EPOLLOUT)) readable(fd);
@@ -163,6 +164,12 @@ void Broker::close_conn(int fd) {
   }
   // Without a pidfd the last socket is all there is to go by.
   if (p->second.bye || (!p->second.pidfd && p->second.conns.empty())) end_session(s);
+}
+
+// What a process sent before it died counts: a return value may have been sealed by the last message of a worker that exits.
+void Broker::last_words(SessionId s) {
+  for (int fd : std::vector<int>(peers_.at(s).conns))
+    for (pollfd more{fd, POLLIN, 0}; conns_.contains(fd) && ::poll(&more, 1, 0) == 1;) readable(fd);
 }
 
 void Broker::end_session(SessionId s) {
@@ -444,8 +451,11 @@ void Broker::handle(Conn& c, const Request& q, const std::byte* body, size_t len
       if (q.timeout_ns == 0) return give_up({fd, q, {}, 0});
       return park(c, q, {});
     }
-    case Op::kSeal:
-      return reply_status(fd, table_.seal(s, q.id, q.key, q.flags & kHandover, ids_in(body, q.count)));
+    case Op::kSeal: {
+      const Status st = table_.seal(s, q.id, q.key, q.flags & kHandover, ids_in(body, q.count));
+      if (!(q.flags & kOneWay)) reply_status(fd, st);
+      return;
+    }
     case Op::kPutInline:
       return reply_status(fd, table_.put_inline(s, q.id, {reinterpret_cast<const char*>(body), len}, q.key, q.flags & kHandover));
     case Op::kGet: {

@@ -187,32 +187,27 @@ Reply Client::call(const Request& q, const void* body, size_t len, std::string* 
   check_process();
   Fd fd = checkout();
   alignas(8) std::byte small[sizeof(Reply) + kInlineMax];
-  std::vector<std::byte> large;
+  std::unique_ptr<std::byte[]> large;
   std::byte* buf = small;
   size_t room = sizeof small;
   if (text) {
-    large.resize(kMaxMessage);
-    buf = large.data();
-    room = large.size();
+    large = std::make_unique_for_overwrite<std::byte[]>(kMaxMessage);
+    buf = large.get();
+    room = kMaxMessage;
   }
   if (send_message(fd.get(), &q, sizeof q, body, len)) gone("the broker died");
   ssize_t n;
-  for (;;) {
-    pollfd p{fd.get(), POLLIN, 0};
-    const int k = q.timeout_ns ? ::poll(&p, 1, -1) : 1;  // only a call that may wait is worth the second syscall
-    if (k < 0 && errno == EINTR && interrupted && interrupted()) {
-      ::shutdown(fd.get(), SHUT_RD);  // from here on the broker cannot answer, and takes back what it grants
-      Reply r;
-      if (recv_message(fd.get(), buf, room, nullptr, MSG_DONTWAIT) >= ssize_t(sizeof r)) {  // it has answered already
-        std::memcpy(&r, buf, sizeof r);
-        if (Status(r.status) == Status::kOk && q.op == uint16_t(Op::kCreate)) post(request(Op::kAbort, q.id));
-        if (Status(r.status) == Status::kOk && q.op == uint16_t(Op::kGet)) post_release(q.id);
-      }
-      throw Interrupted();
+  while ((n = recv_message(fd.get(), buf, room, nullptr, 0, q.timeout_ns != 0)) == -EINTR) {
+    if (!interrupted || !interrupted()) continue;
+    ::shutdown(fd.get(), SHUT_RD);  // from here on the broker cannot answer, and takes back what it grants
+    Reply r;
+    if (recv_message(fd.get(), buf, room, nullptr, MSG_DONTWAIT) >= ssize_t(sizeof r)) {  // it has answered already
+      std::memcpy(&r, buf, sizeof r);
+      if (Status(r.status) == Status::kOk && q.op == uint16_t(Op::kCreate)) post(request(Op::kAbort, q.id));
+      if (Status(r.status) == Status::kOk && q.op == uint16_t(Op::kGet)) post_release(q.id);
     }
-    if (k > 0) break;
+    throw Interrupted();
   }
-  n = recv_message(fd.get(), buf, room);
   Reply r;
   if (n < ssize_t(sizeof r)) gone("the broker died");
   std::memcpy(&r, buf, sizeof r);
@@ -335,13 +330,22 @@ Client::Answer Client::create(ObjectId id, size_t bytes, int64_t timeout_ns, std
   return {Status(r.status), std::move(text)};
 }
 
+// A seal that can only fail with the broker has no reply: it goes the way of the one-way messages, before whatever ends its claim.
 Status Client::seal(ObjectId id, const ClaimKey& key, bool handover, const std::vector<ObjectId>& also) {
   if (also.size() > kMaxIds) return Status::kBad;
-  Request q = request(Op::kSeal, id, key, handover ? kHandover : 0);
+  const bool one_way = id && also.empty();
+  Request q = request(Op::kSeal, id, key, uint16_t((handover ? kHandover : 0) | (one_way ? kOneWay : 0)));
   q.count = uint32_t(also.size());
-  const Reply r = call(q, also.data(), also.size() * sizeof(ObjectId), nullptr);
-  if (id && Status(r.status) == Status::kOk) let_go();
-  return Status(r.status);
+  Status status = Status::kOk;
+  if (one_way) {
+    check_process();
+    post(q);
+    if (dead_) gone("the broker died");
+  } else {
+    status = Status(call(q, also.data(), also.size() * sizeof(ObjectId), nullptr).status);
+  }
+  if (id && status == Status::kOk) let_go();
+  return status;
 }
 
 Status Client::put_inline(ObjectId id, const void* data, size_t bytes, const ClaimKey& key, bool handover) {

@@ -79,7 +79,7 @@ int send_message(int fd, const void* head, size_t head_len, const void* body, si
   return 0;
 }
 
-ssize_t recv_message(int fd, void* buf, size_t len, std::vector<Fd>* fds, int flags) {
+ssize_t recv_message(int fd, void* buf, size_t len, std::vector<Fd>* fds, int flags, bool interruptible) {
   iovec v{buf, len};
   alignas(cmsghdr) char control[CMSG_SPACE(16 * sizeof(int))];
   msghdr m{};
@@ -89,7 +89,7 @@ ssize_t recv_message(int fd, void* buf, size_t len, std::vector<Fd>* fds, int fl
   m.msg_controllen = sizeof control;
   ssize_t n;
   while ((n = ::recvmsg(fd, &m, MSG_CMSG_CLOEXEC | flags)) < 0)
-    if (errno != EINTR) return -errno;
+    if (errno != EINTR || interruptible) return -errno;
   for (cmsghdr* h = CMSG_FIRSTHDR(&m); h; h = CMSG_NXTHDR(&m, h)) {
     if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS) continue;
     const size_t count = (h->cmsg_len - CMSG_LEN(0)) / sizeof(int);

@@ -62,8 +62,8 @@ Fd connect_abstract(const std::string& name);  // throws; ECONNREFUSED when ther
 
 // Sends one message of two parts. Returns 0, or the errno.
 int send_message(int fd, const void* head, size_t head_len, const void* body = nullptr, size_t body_len = 0, std::span<const int> fds = {}, int flags = 0);
-// Receives one message. Returns its length; 0 at end of file; -errno. Excess is an error (-EMSGSIZE).
-ssize_t recv_message(int fd, void* buf, size_t len, std::vector<Fd>* fds = nullptr, int flags = 0);
+// Receives one message. Returns its length; 0 at end of file; -errno (-EINTR only if `interruptible`). Excess is an error (-EMSGSIZE).
+ssize_t recv_message(int fd, void* buf, size_t len, std::vector<Fd>* fds = nullptr, int flags = 0, bool interruptible = false);
 
 Fd pidfd_of(pid_t pid);  // empty where the process is gone
 bool same_user(int socket_fd, pid_t* pid);

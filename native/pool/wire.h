@@ -59,6 +59,7 @@ enum Flag : uint16_t {
   kMine = 1,      // with kDisown
   kHandover = 2,  // with kSeal, kToken: should this session die, ask the others who still refers to the key
   kEvents = 4,    // with kAttach: this socket only carries events, from the broker to the client
+  kOneWay = 8,    // with kSeal: no reply. Whoever gets the object meanwhile waits for the seal
 };
 
 enum class Status : uint16_t { kOk = 0, kFull, kTooLarge, kExists, kMissing, kTimeout, kInline, kBad, kArena };

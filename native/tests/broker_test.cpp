@@ -49,11 +49,12 @@ ObjectId put(Client& c, size_t bytes) {
   CHECK_EQ(c.create(id, bytes, -1, &where).status, Status::kOk);
   fill(where, id, bytes);
   CHECK_EQ(c.seal(id, self(id), false, {}), Status::kOk);
+  CHECK(c.wait({id}, 1, -1) == "\1");  // the seal has arrived
   return id;
 }
 View get(Client& c, ObjectId id, bool writable = false) {
   View v;
-  CHECK_EQ(c.get(id, 0, writable, &v), Status::kOk);
+  CHECK_EQ(c.get(id, -1, writable, &v), Status::kOk);
   return v;
 }
 uint64_t stat(Client& c, const char* name) { return check::number(c.stats(), name); }
@@ -645,6 +646,41 @@ TEST(releases_reach_a_broker_that_was_behind) {
     if (!std::strcmp(then, "post")) c->unclaim(self(id));
     UNTIL(stat(*other, "pins") == 0);
     if (!std::strcmp(then, "close")) UNTIL(stat(*other, "reaped_sessions") == 1);
+  }
+}
+
+// More than the broker reads at a time, then goodbye, then death: all before the broker looks. The end of the session comes once.
+ROLE(talker) {
+  Wire post(args[0]);
+  Fd own = pidfd_of(::getpid());
+  post.hello("talker", own.get());
+  const ObjectId id{post.session, 1};
+  CHECK_EQ(post.ask(request(Op::kCreate, id, 100, -1)), Status::kOk);
+  say("ready");
+  wait_for_go();
+  Request seal = request(Op::kSeal, id, 0, 0, key_of(ClaimKind::kReturn, id));
+  seal.flags = kOneWay;
+  CHECK(!post.send(seal));
+  for (int i = 0; i < 40; ++i) CHECK(!post.send(request(Op::kUnclaim, {}, 0, 0, self({1, 1}))));
+  if (args[1] == "bye") CHECK(!post.send(request(Op::kBye)));
+  return 0;
+}
+
+TEST(what_a_process_sent_before_it_died_counts_once) {
+  for (const char* how : {"bye", "no bye"}) {
+    check::context = how;
+    const std::string name = harness::random_name();
+    Child broker({"broker", name, std::to_string(4 * kMiB)});
+    broker.expect("serving");
+    ClientPtr c = Client::connect(name, "heir");
+    Child talker({"talker", name, how});
+    talker.expect("ready");
+    broker.stop();
+    talker.go();
+    CHECK_EQ(talker.wait(), 0);
+    broker.signal(SIGCONT);
+    UNTIL(stat(*c, "reaped_sessions") == 1);
+    CHECK_EQ(stat(*c, "objects"), 1u);  // a return value survives its maker
   }
 }
 
