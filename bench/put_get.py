@@ -117,7 +117,7 @@ def targets(results: Sequence[Result]) -> list[Target]:
     small_put, small_get = time("put/small", "ray"), time("get/small", "ray")
     for s in (s for s, n in SIZES.items() if n >= 16 << 20):
         ratio(f"store put {s} / memcpy", time(f"put/{s}", "store"), time(f"put/{s}", "memcpy"), 1.2)
-    for s in SIZES:
+    for s in (s for s, n in SIZES.items() if n >= 16 << 20):
         allowed = _sum(small_put, time(f"put/{s}", "memcpy"), 1.2)
         ratio(f"pool put {s} / (ray put small + 1.2 memcpy)", time(f"put/{s}", "pool"), allowed)
     for s in SIZES:

@@ -185,8 +185,10 @@ def submit(
 
 
 def _job_has_hook(worker: Any) -> bool:
-    return _JOB_VARIABLE in worker.runtime_env.get("env_vars", {}) if isinstance(worker.runtime_env, dict) else _JOB_VARIABLE in str(
-        ray.get_runtime_context().runtime_env
+    return (
+        _JOB_VARIABLE in worker.runtime_env.get("env_vars", {})
+        if isinstance(worker.runtime_env, dict)
+        else _JOB_VARIABLE in str(ray.get_runtime_context().runtime_env)
     )
 
 
@@ -206,4 +208,8 @@ def _chained(users: str | Callable[[], Any] | None) -> str | Callable[[], Any]:
 def _settings_of(config: Config) -> dict[str, str]:
     plain = Config()
     values = ((f.name, getattr(config, f.name), getattr(plain, f.name)) for f in fields(Config))
-    return {f"MOONCAKE_RAY_{name.upper()}": str(int(value) if isinstance(value, bool) else value) for name, value, default in values if value != default}
+    return {
+        f"MOONCAKE_RAY_{name.upper()}": str(int(value) if isinstance(value, bool) else value)
+        for name, value, default in values
+        if value != default
+    }

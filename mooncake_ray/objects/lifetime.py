@@ -39,6 +39,7 @@ _SUBMISSIONS = 1 << 14  # remembered before those that nobody refers to any more
 _LOOK_EVERY_S = 0.02  # between looks at Ray's reference table, or 10 times what a look takes if that is longer
 _ACTORS_EVERY_S = 1.0  # between looks at the states of restartable actors, a call to Ray's control store each
 _TOKENS_AHEAD = 2
+_MINT_AFTER_S = 0.002
 _MINT_TIMEOUT_S = 60.0
 
 Claim = tuple[int, bytes]  # kind and key
@@ -92,12 +93,12 @@ class Lifetimes:
         return ahead.result() if ahead is not None and ahead.done() else self._mint()
 
     def make_token_ahead(self) -> None:
-        """Has a token made on another thread, for the next one who wants one. Worth it while this thread does without the GIL for a while.
+        """Has a token made on another thread, soon, for the next one who wants one.
 
         Not for the worker of plain tasks: Ray does not end an idle worker that owns objects.
         """
         if len(self._ahead) < _TOKENS_AHEAD and not self._runs_plain_tasks():
-            made = self._threads().submit(self._mint)
+            made = self._threads().submit(self._mint_soon)
             with self._lock:
                 self._ahead.append(made)
 
@@ -109,6 +110,10 @@ class Lifetimes:
 
     def _runs_plain_tasks(self) -> bool:
         return self.worker.mode == ray.WORKER_MODE and self.worker.core_worker.get_actor_id().is_nil()
+
+    def _mint_soon(self) -> ray.ObjectRef:
+        time.sleep(_MINT_AFTER_S)  # lets the put that asked for it have the interpreter to itself
+        return self._mint()
 
     def _mint(self) -> ray.ObjectRef:
         token = ray.put(b"")  # bytes, and nothing else: a pickle inside a pickle would make Ray forget the refs of the outer one

@@ -31,7 +31,7 @@ def remote(*args: Any, **options: Any) -> Any:
     Raises:
         TypeError: positional arguments beside the target; a class that defines `remote`, `options` or `bind` itself.
     """
-    if len(args) == 1 and not options and callable(args[0]) or len(args) == 1 and isinstance(args[0], RemoteFunction | ActorClass):
+    if (len(args) == 1 and not options and callable(args[0])) or (len(args) == 1 and isinstance(args[0], RemoteFunction | ActorClass)):
         return _decorate(args[0])
     if args:
         raise TypeError("use @mooncake_ray.remote, or @mooncake_ray.remote(num_cpus=…) with keyword options only")
@@ -48,7 +48,9 @@ def _decorate(target: Any) -> Any:
     if inspect.isclass(wrapped):
         for name in _FACES:
             if hasattr(wrapped, name):
-                raise TypeError(f"{wrapped.__name__}.{name} would hide the remote class's own {name}; put @ray.remote above @mooncake_ray.remote")
+                raise TypeError(
+                    f"{wrapped.__name__}.{name} would hide the remote class's own {name}; put @ray.remote above @mooncake_ray.remote"
+                )
             setattr(wrapped, name, _Face(name))
     else:
         for name in _FACES:

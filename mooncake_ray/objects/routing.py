@@ -35,7 +35,6 @@ __all__ = ["Place", "RoutingPickle", "place_of", "state"]
 logger = logging.getLogger("mooncake_ray")
 
 _INLINE_LIMIT = 100 << 10  # bytes: Ray's default max_direct_call_object_size
-_LONG_COPY = 4 << 20  # bytes: takes longer to copy than a token to make
 _PASS_ON_FROM = 16 << 10  # bytes: a smaller view of a pool object is copied, lest it keep the whole object
 
 
@@ -70,6 +69,7 @@ def decorated_task(task: bytes) -> None:
     _decorated_tasks[task] = None
     if len(_decorated_tasks) > _MOST_DECORATED:
         _decorated_tasks.popitem(last=False)
+
 
 _PUT = ray_worker.Worker.put_object.__code__
 _LOOPS = frozenset({ray_worker.Worker.main_loop.__code__, async_items.RUN, None})
@@ -160,7 +160,7 @@ def _filler() -> pickle.PickleBuffer:
     Ray lets go of a return value once it is inlined, and nothing would say how long its copies live; what it does not inline it counts
     until the last task that uses it has ended. (A put, inlined, takes its token along.)
     """
-    limit = int(os.environ.get("RAY_max_direct_call_object_size", _INLINE_LIMIT))
+    limit = int(os.environ.get("RAY_max_direct_call_object_size", _INLINE_LIMIT))  # noqa: SIM112 - Ray's spelling
     return pickle.PickleBuffer(bytes(limit + 1))
 
 
@@ -177,12 +177,12 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
             state.held.append(token)
         claim = (pool.KIND_TOKEN, token.binary(), place is _AN_ASYNC_RETURN)
     if lease is not None:
-        if place.kind != "return" and segments.nbytes >= _LONG_COPY:
-            here.lifetimes.make_token_ahead()
         lease.copy(segments.parts)
         lease.seal(*claim, foreign)
     else:
         here.client.claim(foreign, *claim)
+    if place.kind != "return":
+        here.lifetimes.make_token_ahead()
     count("routed")
     count("bytes_copied", sum(n for _, _, n in segments.parts))
     count("bytes_passed_on", packer.bytes_passed_on)

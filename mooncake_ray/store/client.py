@@ -15,7 +15,7 @@ from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.errors import ObjectLostError, ObjectNotFoundError
 from mooncake_ray.store import node
-from mooncake_ray.store.packing import Here, Packer, Region, scan
+from mooncake_ray.store.packing import Here, Packer, Region
 
 __all__ = ["ObjectKey", "Store"]
 
@@ -88,8 +88,7 @@ class Store:
             StoreFullError: no room before the deadline; nothing was stored.
         """
         client = self.client
-        smallest = scan(value, self.config.min_bytes)
-        packer = Packer(smallest if smallest is not None else 1 << 62)
+        packer = Packer()
         file = io.BytesIO()
         file.write(_HEADER.pack(_MAGIC, 0))
         _Pickler(file, packer).dump(value)
@@ -142,7 +141,9 @@ class Store:
         lease.seal(pool.KIND_SELF, id)
         return ObjectKey(self.client.pool_id, id)
 
-    def wait(self, keys: Sequence[ObjectKey], num_returns: int | None = None, timeout_s: float | None = None) -> tuple[list[ObjectKey], list[ObjectKey]]:
+    def wait(
+        self, keys: Sequence[ObjectKey], num_returns: int | None = None, timeout_s: float | None = None
+    ) -> tuple[list[ObjectKey], list[ObjectKey]]:
         """Waits until `num_returns` (default: all) of the objects can be read, or the deadline. Returns `(ready, not ready)`, in order."""
         if num_returns is not None and not 0 < num_returns <= len(keys):
             raise ValueError(f"num_returns must be between 1 and {len(keys)}, got {num_returns}")

@@ -83,7 +83,13 @@ def unpack_array(region: Region, offset: int, dtype: np.dtype, shape: tuple[int,
 
 
 def unpack_tensor(
-    region: Region, offset: int, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...] | None, packed: tuple[int, ...], requires_grad: bool
+    region: Region,
+    offset: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None,
+    packed: tuple[int, ...],
+    requires_grad: bool,
 ) -> Any:
     """A private copy-on-write view of a region, as a tensor. Keeps the pinned memory alive.
 
@@ -148,7 +154,7 @@ _SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 class Packer:
     """Takes tensors and arrays of at least `smallest` bytes out of one pickle. Used by one thread, once."""
 
-    def __init__(self, smallest: int) -> None:
+    def __init__(self, smallest: int = _SMALL) -> None:
         self.smallest = smallest
         self.segments = Segments()
         self.here = Here()
@@ -173,7 +179,11 @@ class Packer:
             return NotImplemented
         if cls is not np.ndarray:
             plain = np.ndarray
-            if cls.__reduce__ is not plain.__reduce__ or cls.__reduce_ex__ is not plain.__reduce_ex__ or cls.__setstate__ is not plain.__setstate__:
+            if (
+                cls.__reduce__ is not plain.__reduce__
+                or cls.__reduce_ex__ is not plain.__reduce_ex__
+                or cls.__setstate__ is not plain.__setstate__
+            ):
                 return NotImplemented
         # As pickle protocol 5 does: contiguous memory comes back read-only, anything else as a fresh array of its own.
         contiguous = (array.flags.c_contiguous or array.flags.f_contiguous) and _exports(array)

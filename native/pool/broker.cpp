@@ -107,8 +107,11 @@ void Broker::run() {
       } else if (auto p = by_pidfd_.find(fd); p != by_pidfd_.end()) {
         // Looked at again: the event may be of a descriptor that was closed in this round, and whose number a new pidfd has.
         pollfd dead{fd, POLLIN, 0};
-        const SessionId s = p->second;  // its last word may be a goodbye
-        if (::poll(&dead, 1, 0) == 1) last_words(s), end_session(s);
+        if (::poll(&dead, 1, 0) != 1) continue;
+        // What a process sent before it died counts: a return value may have been sealed by the last message of a worker that exits.
+        const SessionId s = p->second;
+        for (int conn : std::vector<int>(peers_.at(s).conns)) read_out(conn);
+        end_session(s);
       } else if (auto c = conns_.find(fd); c != conns_.end()) {
         if (events[i].events & EPOLLOUT) flush_events(c->second);
         if (events[i].events & ~uint32_t(EPOLLOUT)) readable(fd);
@@ -166,10 +169,9 @@ void Broker::close_conn(int fd) {
   if (p->second.bye || (!p->second.pidfd && p->second.conns.empty())) end_session(s);
 }
 
-// What a process sent before it died counts: a return value may have been sealed by the last message of a worker that exits.
-void Broker::last_words(SessionId s) {
-  for (int fd : std::vector<int>(peers_.at(s).conns))
-    for (pollfd more{fd, POLLIN, 0}; conns_.contains(fd) && ::poll(&more, 1, 0) == 1;) readable(fd);
+// All that has come, not only a client's share of a round.
+void Broker::read_out(int fd) {
+  for (pollfd more{fd, POLLIN, 0}; conns_.contains(fd) && ::poll(&more, 1, 0) == 1;) readable(fd);
 }
 
 void Broker::end_session(SessionId s) {
@@ -206,7 +208,15 @@ void Broker::readable(int fd) {
     if (!known || len != size_t(q.count) * (bytes ? 1 : sizeof(ObjectId)) || joining == (it->second.session != 0) || it->second.parked ||
         it->second.events)
       return close_conn(fd);
-    handle(it->second, q, buf + sizeof q, len, fds);
+    const std::byte* body = buf + sizeof q;
+    std::vector<std::byte> kept;
+    if (const SessionId s = it->second.session; s && q.flags & kAfter && peers_.at(s).conns.front() != fd) {
+      kept.assign(body, body + len);  // the buffer is used again
+      body = kept.data();
+      read_out(peers_.at(s).conns.front());
+      if (it = conns_.find(fd); it == conns_.end()) return;  // the session is over
+    }
+    handle(it->second, q, body, len, fds);
     apply_effects();
   }
 }

@@ -71,7 +71,7 @@ class Broker {
   void apply_effects();
   void grow();
   void close_conn(int fd);
-  void last_words(SessionId s);
+  void read_out(int fd);
   void end_session(SessionId s);
   bool reply(int fd, const Reply& r, std::string_view body = {});  // false: the client is not there to take it
   void reply_status(int fd, Status s, std::string_view text = {});

@@ -183,8 +183,15 @@ void Client::checkin(Fd fd) {
   idle_.push_back(std::move(fd));
 }
 
-Reply Client::call(const Request& q, const void* body, size_t len, std::string* text) {
+Reply Client::call(Request q, const void* body, size_t len, std::string* text) {
   check_process();
+  // Calls and one-way messages go by different sockets. A call must not overtake what this thread sent before.
+  const uint64_t posted = posted_;
+  if (posted != settled_) {
+    q.flags |= kAfter;
+    std::unique_lock lock(post_mutex_);
+    if (!wait_for_posts(lock, true)) throw Interrupted();
+  }
   Fd fd = checkout();
   alignas(8) std::byte small[sizeof(Reply) + kInlineMax];
   std::unique_ptr<std::byte[]> large;
@@ -213,6 +220,8 @@ Reply Client::call(const Request& q, const void* body, size_t len, std::string* 
   std::memcpy(&r, buf, sizeof r);
   if (text) text->assign(reinterpret_cast<char*>(buf) + sizeof r, size_t(n) - sizeof r);
   checkin(std::move(fd));
+  for (uint64_t s = settled_; s < posted && !settled_.compare_exchange_weak(s, posted);) {
+  }
   return r;
 }
 
@@ -225,6 +234,7 @@ void Client::post(const Request& q, const void* body, size_t len) noexcept {
 }
 
 void Client::post_locked(const Request& q, const void* body, size_t len) noexcept {
+  ++posted_;
   flush_posts_locked();
   const int err = posts_.empty() ? send_message(post_.get(), &q, sizeof q, body, len, {}, MSG_DONTWAIT) : EAGAIN;
   if (err && err != EAGAIN && err != EWOULDBLOCK) dead_ = true;
@@ -237,12 +247,7 @@ void Client::post_locked(const Request& q, const void* body, size_t len) noexcep
   try {
     std::thread([self = shared_from_this()] {
       std::unique_lock lock(self->post_mutex_);
-      while (self->flush_posts_locked(), !self->posts_.empty()) {
-        pollfd room{self->post_.get(), POLLOUT, 0};
-        lock.unlock();
-        ::poll(&room, 1, -1);
-        lock.lock();
-      }
+      self->wait_for_posts(lock, false);
       self->flushing_ = false;
       if (self->said_bye_) self->post_.reset();
     }).detach();
@@ -274,6 +279,18 @@ void Client::remove(const std::vector<ObjectId>& ids) noexcept {
     q.count = uint32_t(std::min(kMaxIds, ids.size() - at));
     post(q, ids.data() + at, q.count * sizeof(ObjectId));
   }
+}
+
+// Until all is in the socket. False: `interrupted` said so.
+bool Client::wait_for_posts(std::unique_lock<std::mutex>& lock, bool interruptible) noexcept {
+  while (post_ && (flush_posts_locked(), !posts_.empty())) {
+    pollfd room{post_.get(), POLLOUT, 0};
+    lock.unlock();
+    const bool stop = ::poll(&room, 1, -1) < 0 && errno == EINTR && interruptible && interrupted && interrupted();
+    lock.lock();
+    if (stop) return false;
+  }
+  return true;
 }
 
 void Client::post_release(ObjectId id) noexcept {

@@ -113,12 +113,13 @@ class Client : public std::enable_shared_from_this<Client> {
   Client() = default;
   Fd checkout();
   void checkin(Fd fd);
-  Reply call(const Request& q, const void* body, size_t len, std::string* text);
+  Reply call(Request q, const void* body, size_t len, std::string* text);
   struct Hold;
   void post(const Request& q, const void* body = nullptr, size_t len = 0) noexcept;
   void post_release(ObjectId id) noexcept;
   void post_locked(const Request& q, const void* body, size_t len) noexcept;
   void flush_posts_locked() noexcept;
+  bool wait_for_posts(std::unique_lock<std::mutex>& lock, bool interruptible) noexcept;
   [[noreturn]] void gone(const char* what);
   void check_process() const;
   void note(const std::byte* base, size_t bytes, ObjectId id, bool writable);
@@ -143,6 +144,7 @@ class Client : public std::enable_shared_from_this<Client> {
   Fd post_;
   std::deque<std::string> posts_;  // what did not fit into the socket; a thread sends it
   bool flushing_ = false, said_bye_ = false;
+  std::atomic<uint64_t> posted_{0}, settled_{0};  // one-way messages; those that the broker has dealt with for sure
 
   Fd events_, wake_;  // wake_: close() tells next_event
   std::mutex ranges_mutex_;

@@ -60,6 +60,7 @@ enum Flag : uint16_t {
   kHandover = 2,  // with kSeal, kToken: should this session die, ask the others who still refers to the key
   kEvents = 4,    // with kAttach: this socket only carries events, from the broker to the client
   kOneWay = 8,    // with kSeal: no reply. Whoever gets the object meanwhile waits for the seal
+  kAfter = 16,    // with what has a reply: first deal with the one-way messages on the session's first socket
 };
 
 enum class Status : uint16_t { kOk = 0, kFull, kTooLarge, kExists, kMissing, kTimeout, kInline, kBad, kArena };

@@ -682,9 +682,7 @@ def numpy_views_of_one_base():
 # Put and get: torch ----------------------------------------------------------------------------
 
 DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
-DTYPES_TORCH_MAY_NOT_PICKLE = (
-    "uint16 uint32 uint64 complex32 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-)
+DTYPES_TORCH_MAY_NOT_PICKLE = "uint16 uint32 uint64 complex32 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 
 
 @case

@@ -10,9 +10,9 @@ import sys
 import pytest
 from conftest import HERE, broker_pids, run_script, until
 
-START = """
+START = f"""
 import os, sys
-sys.path.insert(0, {here!r})
+sys.path.insert(0, {str(HERE)!r})
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"
 os.environ.setdefault("MOONCAKE_RAY_CAPACITY_BYTES", "256M")
 import torch, numpy, ray, mooncake_ray
@@ -20,7 +20,7 @@ from conftest import ray_init, until
 N = 1 << 18
 def settles():
     until(lambda: mooncake_ray.pool_stats()["objects"] == 0, "an empty pool")
-""".format(here=str(HERE))
+"""
 
 
 def script(body: str, **kwargs) -> str:
@@ -274,7 +274,9 @@ view = ray.get(kept[1])
 print("ready", ray._private.worker.global_worker.node.session_name, flush=True)
 import signal; signal.pause()
 """
-    process = subprocess.Popen([sys.executable, "-c", START + body], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(HERE)})
+    process = subprocess.Popen(
+        [sys.executable, "-c", START + body], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(HERE)}
+    )
     scope = ""
     for line in process.stdout:
         if line.startswith("ready"):
@@ -334,5 +336,3 @@ assert ray.get(again).sum() == 2 * N
 def f(x): return x + 1
 assert ray.get(f.remote(again)).sum() == 3 * N
 """)
-
-

@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,10 +120,17 @@ def kit(pool_ray):
     return k
 
 
+def gone(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
 def kill(ray, actor) -> None:
     pid = ray.get(actor.pid.remote())
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not os.path.exists(f"/proc/{pid}") or "State:\tZ" in open(f"/proc/{pid}/status").read(), "the actor's death")
+    until(lambda: gone(pid), "the actor's death")
 
 
 def test_put_lives_as_long_as_its_ref(pool, kit):
@@ -266,7 +274,10 @@ def test_return_of_an_async_actor_belongs_to_the_caller(pool, kit):
     ref = actor.make.remote(4)
     kit.ray.wait([ref])
     kill(kit.ray, actor)
-    until(lambda: any(s["pid"] == os.getpid() and s["claims"] for s in mooncake_ray.pool_stats()["sessions"]), "this process to inherit the claim")
+    until(
+        lambda: any(s["pid"] == os.getpid() and s["claims"] for s in mooncake_ray.pool_stats()["sessions"]),
+        "this process to inherit the claim",
+    )
     assert first(kit.ray.get(ref)) == 4
     del ref
     pool.settles_at(0)

@@ -31,7 +31,7 @@ def verl_batch():
 
 def same(a, b) -> None:
     assert set(a.batch.keys()) == set(b.batch.keys()) and a.batch.batch_size == b.batch.batch_size
-    for key in a.batch.keys():
+    for key in list(a.batch.keys()):
         assert a.batch[key].dtype == b.batch[key].dtype and torch.equal(a.batch[key], b.batch[key]), key
     assert a.non_tensor_batch.keys() == b.non_tensor_batch.keys()
     for key, column in a.non_tensor_batch.items():
@@ -131,7 +131,11 @@ def test_tensordict(pool, pool_ray):
     from tensordict import NonTensorData, TensorDict
 
     td = TensorDict(
-        {"a": torch.randn(ROWS, WIDTH), "nested": TensorDict({"b": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)}, [ROWS]), "tag": NonTensorData("x", [ROWS])},
+        {
+            "a": torch.randn(ROWS, WIDTH),
+            "nested": TensorDict({"b": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)}, [ROWS]),
+            "tag": NonTensorData("x", [ROWS]),
+        },
         batch_size=[ROWS],
     )
     for value in (td, td[3:40], td.consolidate(), td.lock_()):
@@ -152,7 +156,14 @@ def test_jagged(pool, pool_ray):
 def test_transformers_state_dict(pool, pool_ray):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    }
     torch.manual_seed(0)
     source, target = LlamaForCausalLM(LlamaConfig(**sizes)), LlamaForCausalLM(LlamaConfig(**sizes))
     state = through(pool_ray, source.state_dict())
@@ -175,7 +186,9 @@ def test_our_data_proto(pool, pool_ray):
         pass
 
     d = Mine.from_dict(
-        tensors={"x": torch.randn(ROWS, WIDTH), "m": torch.rand(ROWS, WIDTH) > 0.5}, non_tensors={"uid": [str(i) for i in range(ROWS)]}, meta_info={"v": 1}
+        tensors={"x": torch.randn(ROWS, WIDTH), "m": torch.rand(ROWS, WIDTH) > 0.5},
+        non_tensors={"uid": [str(i) for i in range(ROWS)]},
+        meta_info={"v": 1},
     )
     got = through(pool_ray, d)
     assert type(got).__name__ == "Mine" and got.equals(d)

@@ -214,8 +214,8 @@ def test_target_at_most():
 
 
 def test_target_against_a_sum():
-    results = [result("put/1MiB", "pool", 3.0), result("put/1MiB", "memcpy", 2.0), result("put/small", "ray", 0.6)]
-    assert by_name(results)["pool put 1MiB / (ray put small + 1.2 memcpy)"].ratio == pytest.approx(1.0)
+    results = [result("put/16MiB", "pool", 3.0), result("put/16MiB", "memcpy", 2.0), result("put/small", "ray", 0.6)]
+    assert by_name(results)["pool put 16MiB / (ray put small + 1.2 memcpy)"].ratio == pytest.approx(1.0)
 
 
 def test_target_at_least():
