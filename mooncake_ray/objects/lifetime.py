@@ -16,6 +16,7 @@ of scope by then, Ray would count it without an owner, and aborts when its task 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -33,6 +34,8 @@ from mooncake_ray.errors import BrokerDiedError
 from mooncake_ray.objects.counters import count
 
 __all__ = ["Lifetimes"]
+
+logger = logging.getLogger("mooncake_ray")
 
 _TASK_BYTES, _ID_BYTES = 24, 28  # of a TaskID; of an ObjectID, which is a TaskID and a little-endian index
 _SUBMISSIONS = 1 << 14  # remembered before those that nobody refers to any more are forgotten
@@ -168,10 +171,12 @@ class Lifetimes:
 
     def _forget(self) -> None:
         """Drops the submissions that nothing in this process refers to."""
-        with self._lock:
-            live = {bytes.fromhex(row.decode())[:_TASK_BYTES] for row in self._table()}
-            self._submissions = {task: what for task, what in list(self._submissions.items()) if task in live}
-            self._remembered = max(_SUBMISSIONS, 2 * len(self._submissions))
+        noted = list(self._submissions)  # before the look: what is noted later is not judged by it
+        live = {bytes.fromhex(row.decode())[:_TASK_BYTES] for row in self._table()}
+        for task in noted:
+            if task not in live:
+                self._submissions.pop(task, None)
+        self._remembered = max(_SUBMISSIONS, 2 * len(self._submissions))
 
     def _return_gone(self, id: bytes) -> None:
         with self._lock:
@@ -204,9 +209,12 @@ class Lifetimes:
                 event = self.client.next_event(_LOOK_EVERY_S if self._early or self._streamed or self._watched else _ACTORS_EVERY_S)
                 if not self.worker.connected:
                     break
-                if event is not None:
-                    self._answer(*event)
-                self._look()
+                try:
+                    if event is not None:
+                        self._answer(*event)
+                    self._look()
+                except (ray.exceptions.RayError, RuntimeError, OSError):  # this thread's end would end every claim of the process
+                    logger.exception("mooncake_ray: looking at Ray's references failed; trying again")
         except BrokerDiedError:
             pass  # the session is over; whoever calls next is told
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -13,7 +14,7 @@ from typing import Any
 
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
-from mooncake_ray.errors import ObjectLostError, ObjectNotFoundError
+from mooncake_ray.errors import ObjectLostError, ObjectNotFoundError, StoreFullError
 from mooncake_ray.store import node
 from mooncake_ray.store.packing import Here, Packer, Region
 
@@ -97,8 +98,9 @@ class Store:
         id = client.new_id()
         segments = packer.segments
         if not segments.parts and len(blob) <= pool.INLINE_MAX:
-            client.put_inline(id, blob, pool.KIND_SELF, id)
-            return ObjectKey(client.pool_id, id)
+            with contextlib.suppress(StoreFullError):  # the broker's own heap has a budget; the arena may have room
+                client.put_inline(id, blob, pool.KIND_SELF, id)
+                return ObjectKey(client.pool_id, id)
         start = _start_of_segments(len(blob)) if segments.parts else len(blob)
         lease = client.create(id, start + segments.nbytes, self.config.put_timeout_s if timeout_s is None else timeout_s)
         memoryview(lease)[: len(blob)] = blob
@@ -116,7 +118,7 @@ class Store:
         """
         pin = self._client_of(key).get(key.id, timeout_s, True)
         raw = memoryview(pin)
-        magic, n = _HEADER.unpack_from(raw)
+        magic, n = _HEADER.unpack_from(raw) if len(raw) >= _HEADER.size else (b"", 0)
         if magic != _MAGIC:
             raise ObjectNotFoundError(f"object {key.id.hex()} was not stored by Store.put; use view()")
         region = _Pinned(raw[_start_of_segments(_HEADER.size + n) :])
