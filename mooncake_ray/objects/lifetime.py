@@ -220,7 +220,7 @@ class Lifetimes:
         finally:
             self.client.close()
 
-    def _answer(self, kind: int, key: bytes) -> None:
+    def _answer(self, kind: int, key: bytes, *, last: bool = False) -> None:
         if kind == pool.KIND_TOKEN:  # the owner of a token died, and this process may still refer to what contains it
             self._adopt_if(_row(key) in self._table(), kind, key, _row(key), mine=False)
             return
@@ -228,7 +228,7 @@ class Lifetimes:
         under_way = frozenset(self._under_way)  # before the look at what was noted
         what = self._submissions.get(task)
         if what is None:
-            if under_way:
+            if under_way and not last:
                 self._early[key] = under_way
             else:
                 self.client.disown(kind, key, False)
@@ -267,7 +267,7 @@ class Lifetimes:
         for key, submissions in list(self._early.items()):
             if not submissions & self._under_way:
                 del self._early[key]
-                self._answer(pool.KIND_RETURN, key)
+                self._answer(pool.KIND_RETURN, key, last=True)
         now = time.monotonic()
         if self._restartable and now >= self._next_actors:
             self._next_actors = now + _ACTORS_EVERY_S
