@@ -482,7 +482,7 @@ void Client::warm(uint64_t bytes) {
   if (bytes <= warmed_ || warming_.exchange(true)) return;
   try {
     std::thread([self = shared_from_this(), bytes] {
-      constexpr uint64_t kStep = 32 << 20;
+      constexpr uint64_t kStep = 2 << 20;  // bytes: holds the lock of the address space for some 100 us
       for (uint64_t at = self->warmed_; at < bytes && !self->closing_; at += kStep) {
         if (::madvise(self->arenas_[0]->rw.data() + at, std::min(kStep, bytes - at), MADV_POPULATE_WRITE)) break;
         self->warmed_ = std::min(at + kStep, bytes);

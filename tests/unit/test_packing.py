@@ -6,16 +6,18 @@ import ctypes
 import io
 import pickle
 import threading
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mooncake_ray.store.packing import Here, Packer, Segments, scan
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 SMALL = 1 << 10  # from here on things are taken out of a pickle
 PAGE = 4096
 _region = threading.local()
@@ -78,7 +80,7 @@ def round_trip(value, smallest=SMALL):
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return bytes(tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
 def assert_same_tensor(out, value):
@@ -98,9 +100,10 @@ def assert_same_array(out, value, packed):
     assert out.dtype == (value if packed else expected).dtype  # NumPy forgets the byte order of dates
     assert out.shape == value.shape
     assert out.astype(value.dtype).tobytes() == value.tobytes()
-    assert out.flags.writeable == expected.flags.writeable
-    assert out.flags.f_contiguous == expected.flags.f_contiguous
-    assert out.flags.c_contiguous == expected.flags.c_contiguous
+    if not packed or value.flags.c_contiguous or value.flags.f_contiguous:  # NumPy's versions disagree on the rest
+        assert out.flags.writeable == expected.flags.writeable
+        assert out.flags.f_contiguous == expected.flags.f_contiguous
+        assert out.flags.c_contiguous == expected.flags.c_contiguous
 
 
 # ---- tensors
@@ -127,6 +130,19 @@ TORCH_DTYPES = [
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 ]
+
+
+def pickles(dtype: torch.dtype) -> bool:
+    """Whether torch's own pickling can do it. uint16 is one it cannot."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return pickle.loads(pickle.dumps(torch.zeros(1, dtype=dtype))).dtype == dtype
+        except AttributeError:
+            return False
+
+
+UNPICKLED = [d for d in TORCH_DTYPES if not pickles(d)]
 
 
 def random_tensor(dtype: torch.dtype, shape, seed: int) -> torch.Tensor:
@@ -165,11 +181,12 @@ def tensors(draw):
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(tensors(), st.sampled_from([1, SMALL]))
 def test_any_tensor_comes_back(tensor, smallest):
+    packed = tensor.nbytes >= smallest
+    assume(packed or tensor.dtype not in UNPICKLED)
     blob, memory, packer = pack({"t": tensor}, smallest)
-    out = unpack(blob, memory)["t"]
-    assert_same_tensor(out, tensor)
-    assert bool(packer.segments.parts) == (tensor.nbytes >= smallest)
-    if packer.segments.parts:
+    assert bool(packer.segments.parts) == packed
+    assert_same_tensor(unpack(blob, memory)["t"], tensor)
+    if packed:
         assert len(blob) < 1000
         assert packer.segments.nbytes <= tensor.nbytes
 
