@@ -93,7 +93,8 @@ class Lifetimes:
         if aside:
             self.make_token_ahead()
             return (ahead or self._threads().submit(self._mint)).result(_MINT_TIMEOUT_S)
-        return ahead.result() if ahead is not None and ahead.done() else self._mint()
+        usable = ahead is not None and ahead.done() and ahead.exception() is None
+        return ahead.result() if usable else self._mint()
 
     def make_token_ahead(self) -> None:
         """Has a token made on another thread, soon, for the next one who wants one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -71,6 +72,9 @@ def in_pool(store: Store, value: torch.Tensor | np.ndarray) -> bool:
 
 def ramp(n: int = 10_000, start: int = 0) -> np.ndarray:
     return np.arange(start, start + n)
+
+
+NUMPY = {c: np.dtype({"M": "M8[s]", "m": "m8[s]", "S": "S5", "U": "U5"}.get(c, c)) for c in "?bhqBHQefdDSUMm"}
 
 
 def fill(store: Store, free_bytes: int) -> list[ObjectKey]:
@@ -151,9 +155,7 @@ def test_every_dtype_is_a_view_of_the_pool(store, dtype):
             st.none(),
             st.integers(),
             st.text(max_size=20),
-            hnp.arrays(hnp.scalar_dtypes(), hnp.array_shapes(max_dims=3, max_side=20), fill=st.nothing()).map(np.array)
-            if False
-            else st.tuples(hnp.scalar_dtypes(), hnp.array_shapes(max_dims=3, max_side=30)).map(lambda a: np.ones(a[1]).astype(a[0])),
+            st.tuples(st.sampled_from("?bhqBHQefdDSUMm"), hnp.array_shapes(max_dims=3, max_side=30)).map(lambda a: np.ones(a[1]).astype(NUMPY[a[0]])),
             st.integers(0, 5000).map(torch.arange),
         ),
         lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=5), children, max_size=4),
@@ -253,7 +255,7 @@ def test_a_slice_of_a_view_keeps_the_memory(store, scope):
     part = store.get(key)[500:510].reshape(2, 5).T
     store.free([key])
     gc.collect()
-    assert scope.stats()["removed_but_pinned"] == 1
+    scope.eventually(lambda: scope.stats()["removed_but_pinned"] == 1)
     assert part.sum() == sum(range(500, 510))
     del part
     scope.eventually(scope.is_empty, scope.stats)
@@ -324,6 +326,23 @@ def test_a_lease_that_is_dropped_gives_its_memory_back(store, scope):
     scope.eventually(scope.is_empty, scope.stats)
 
 
+def test_a_lease_in_a_cycle_is_collected(scope):
+    """A traceback is such a cycle: an exception between create and publish makes one."""
+    program = scope.run("""
+store = Store(scope, config)
+def fail():
+    lease = store.create(1 << 20)
+    try:
+        lease.copy([(2 << 20, 0, 1)])
+    except ValueError as e:
+        caught = e
+fail()
+gc.collect()
+while store.stats()["leases"]: time.sleep(0.001)
+""")
+    program.finish()
+
+
 def test_get_waits_for_publish(store):
     lease = store.create(1 << 20)
     key = ObjectKey(store.client.pool_id, lease.id)
@@ -356,6 +375,7 @@ def test_copy_into_a_lease_is_checked(store):
     for offset, nbytes in [(-1, 1), (0, -1), (2**64, 1)]:
         with pytest.raises(OverflowError):
             lease.copy([(offset, source.ctypes.data, nbytes)])
+    assert lease.nbytes == 8000
     key = store.publish(lease)
     assert np.array_equal(np.frombuffer(store.view(key), source.dtype), source)
 
@@ -383,7 +403,7 @@ def test_full_says_who_holds_what_and_loses_nothing(store, scope):
     text = str(e.value)
     for part in ("no room within 0.05 s", "need 4.0 MiB", "capacity 32.0 MiB", "free 2.0 MiB (largest extent 2.0 MiB)", "owns ", "and reads 1.0 MiB"):
         assert part in text, text
-    assert f"(pid {__import__('os').getpid()})" in text
+    assert f"(pid {os.getpid()})" in text
     assert isinstance(e.value, MemoryError)
     assert same(np.array(store.get(kept)), ramp(1 << 17))
     assert same(np.array(view), ramp(1 << 17))
@@ -412,7 +432,7 @@ def test_free(store, scope):
             store.get(key)
     store.free(keys)  # again is no error
     store.free([])
-    assert scope.is_empty()
+    scope.eventually(scope.is_empty, scope.stats)
 
 
 def test_a_consumer_frees_what_a_producer_put(scope):
@@ -500,6 +520,7 @@ def test_errors_are_what_a_caller_expects(store, scope):
     lease = store.create(10)
     with pytest.raises(TimeoutError) as late:
         store.get(ObjectKey(key.pool, lease.id), timeout_s=0.01)
+    lease.abort()
     assert isinstance(late.value, GetTimeoutError)
     with pytest.raises(MemoryError):
         store.put(np.zeros(CAPACITY + PAGE, np.uint8))
@@ -576,6 +597,7 @@ store.close()
     assert same(np.array(out), ramp() * 2)
     other.go()
     other.finish()
+    scope.eventually(lambda: scope.stats()["claims"] == 1)
     assert same(np.array(out), ramp() * 2)  # its owner is gone, the view is not
     with pytest.raises(ObjectNotFoundError):
         store.get(theirs)
