@@ -149,4 +149,3 @@ def store(scope: Scope) -> Iterator[Any]:
     del store
     scope.stores.clear()
     eventually(scope.is_empty, scope.stats)
-

@@ -19,6 +19,7 @@ from mooncake_ray.errors import BrokerDiedError
 __all__ = ["broker_name", "connect"]
 
 _ADDRESS_IN_USE = 17  # exit status of mooncake-broker: another one serves the name
+_RETRY_S = 0.01
 _NAME_BYTES = 100  # sun_path has 108
 
 
@@ -53,11 +54,12 @@ def connect(name: str, config: Config, *, watch_pid: int = 0, log: str | None = 
         except BrokerDiedError as e:
             if time.monotonic() > deadline:
                 raise BrokerDiedError(f"no broker for {name!r} within {config.start_timeout_s} s: {e}") from e
-        _start(name, config, watch_pid, log)
+        if not _start(name, config, watch_pid, log):
+            time.sleep(_RETRY_S)  # another broker has the name and does not answer: it is starting, or ending
 
 
-def _start(name: str, config: Config, watch_pid: int, log: str | None) -> None:
-    """Runs mooncake-broker, which returns once it (or another one) serves the name."""
+def _start(name: str, config: Config, watch_pid: int, log: str | None) -> bool:
+    """Runs mooncake-broker, which returns once it serves the name. False if another one does."""
     program = Path(pool.__file__).with_name("mooncake-broker")
     command = [
         str(program),
@@ -68,6 +70,12 @@ def _start(name: str, config: Config, watch_pid: int, log: str | None) -> None:
         *("--linger", str(config.linger_s)),
     ]
     with open(log or os.devnull, "ab") as sink:
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, check=False).returncode
+        try:
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, check=False, timeout=config.start_timeout_s
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise BrokerDiedError(f"{program} did not serve {name!r} within {config.start_timeout_s} s") from None
     if code not in (0, _ADDRESS_IN_USE):
-        raise BrokerDiedError(f"{program} exited with status {code} before it served {name!r}; see {log or 'its standard error'}")
+        raise BrokerDiedError(f"{program} exited with status {code} before it served {name!r}{f'; see {log}' if log else ''}")
+    return code == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +32,24 @@ def test_parse_bytes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", " ", "M", "12Q", "1.2.3", "lots", "0x10", "B", "-1", "-1M", "nan", "inf", pytest.param("1e999", marks=pytest.mark.xfail(raises=OverflowError, strict=True))])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "M",
+        "12Q",
+        "1.2.3",
+        "lots",
+        "0x10",
+        "B",
+        "-1",
+        "-1M",
+        "nan",
+        "inf",
+        pytest.param("1e999", marks=pytest.mark.xfail(raises=OverflowError, strict=True)),
+    ],
+)
 def test_parse_bytes_refuses(text):
     with pytest.raises(ConfigError) as e:
         parse_bytes(text)
@@ -45,10 +64,8 @@ def test_parse_bytes_of_whole_numbers_is_exact(number, unit, suffix):
 
 @given(st.text())
 def test_parse_bytes_raises_nothing_else(text):
-    try:
+    with contextlib.suppress(ConfigError):
         assert parse_bytes(text) >= 0
-    except ConfigError:
-        pass
 
 
 def test_defaults():
@@ -83,7 +100,9 @@ def test_environment():
         enabled=True,
     )
     assert Config.from_env(env) == expected
-    assert Config.from_env(env, min_bytes=5, enabled=False) == Config.from_env(env | {"MOONCAKE_RAY_MIN_BYTES": "5", "MOONCAKE_RAY_ENABLED": "0"})
+    assert Config.from_env(env, min_bytes=5, enabled=False) == Config.from_env(
+        env | {"MOONCAKE_RAY_MIN_BYTES": "5", "MOONCAKE_RAY_ENABLED": "0"}
+    )
 
 
 def test_the_process_environment_is_read(monkeypatch):

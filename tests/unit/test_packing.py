@@ -80,7 +80,9 @@ def round_trip(value, smallest=SMALL):
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return (
+        bytes(tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    )
 
 
 def assert_same_tensor(out, value):
@@ -293,7 +295,11 @@ def test_what_is_no_plain_memory_is_pickled_as_usual(make):
     out = unpack(blob, memory)
     assert out.layout == value.layout
     assert out.dtype == value.dtype
-    dense = (lambda t: t.dequantize()) if value.is_quantized else (lambda t: t.to_dense() if t.layout != torch.strided else t.resolve_conj().resolve_neg())
+    dense = (
+        (lambda t: t.dequantize())
+        if value.is_quantized
+        else (lambda t: t.to_dense() if t.layout != torch.strided else t.resolve_conj().resolve_neg())
+    )
     assert torch.equal(dense(out), dense(value))
     if value.layout == torch.strided:
         assert not packer.segments.parts

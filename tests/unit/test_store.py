@@ -155,7 +155,9 @@ def test_every_dtype_is_a_view_of_the_pool(store, dtype):
             st.none(),
             st.integers(),
             st.text(max_size=20),
-            st.tuples(st.sampled_from("?bhqBHQefdDSUMm"), hnp.array_shapes(max_dims=3, max_side=30)).map(lambda a: np.ones(a[1]).astype(NUMPY[a[0]])),
+            st.tuples(st.sampled_from("?bhqBHQefdDSUMm"), hnp.array_shapes(max_dims=3, max_side=30)).map(
+                lambda a: np.ones(a[1]).astype(NUMPY[a[0]])
+            ),
             st.integers(0, 5000).map(torch.arange),
         ),
         lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=5), children, max_size=4),
@@ -359,7 +361,7 @@ def test_get_waits_for_publish(store):
 def test_bytes_that_no_put_made_are_no_value(store, nbytes):
     key = store.publish(store.create(nbytes))
     assert store.view(key).nbytes == nbytes
-    with pytest.raises(ObjectNotFoundError, match="not stored by Store.put"):
+    with pytest.raises(ObjectNotFoundError, match=r"not stored by Store\.put"):
         store.get(key)
 
 
@@ -369,7 +371,17 @@ def test_copy_into_a_lease_is_checked(store):
     lease.copy([(0, source.ctypes.data, 4000), (4000, source.ctypes.data + 4000, 4000)], threads=3)
     lease.copy([])
     lease.copy([(source.nbytes, 0, 0)])
-    for offset, nbytes in [(1, 8000), (8001, 0), (8000, 1), (0, 8001), (5 << 30, 1), (2**63, 8000), (2**64 - 1, 2), (2, 2**64 - 1), (2**64 - 8, 16)]:
+    for offset, nbytes in [
+        (1, 8000),
+        (8001, 0),
+        (8000, 1),
+        (0, 8001),
+        (5 << 30, 1),
+        (2**63, 8000),
+        (2**64 - 1, 2),
+        (2, 2**64 - 1),
+        (2**64 - 8, 16),
+    ]:
         with pytest.raises(ValueError, match="exceeds the lease of 8000 bytes"):
             lease.copy([(offset, source.ctypes.data, nbytes)])
     for offset, nbytes in [(-1, 1), (0, -1), (2**64, 1)]:
@@ -401,7 +413,14 @@ def test_full_says_who_holds_what_and_loses_nothing(store, scope):
     with pytest.raises(StoreFullError) as e:
         store.put(np.zeros(4 << 20, np.uint8), timeout_s=0.05)
     text = str(e.value)
-    for part in ("no room within 0.05 s", "need 4.0 MiB", "capacity 32.0 MiB", "free 2.0 MiB (largest extent 2.0 MiB)", "owns ", "and reads 1.0 MiB"):
+    for part in (
+        "no room within 0.05 s",
+        "need 4.0 MiB",
+        "capacity 32.0 MiB",
+        "free 2.0 MiB (largest extent 2.0 MiB)",
+        "owns ",
+        "and reads 1.0 MiB",
+    ):
         assert part in text, text
     assert f"(pid {os.getpid()})" in text
     assert isinstance(e.value, MemoryError)
@@ -583,7 +602,8 @@ def test_threads(store):
 
 def test_another_process_sees_the_bytes(store, scope):
     key = store.put([ramp(), {"x": 1.5}])
-    other = scope.run("""
+    other = scope.run(
+        """
 store = Store(scope, config)
 out = store.get(key_of(sys.argv[1]))
 assert np.array_equal(out[0], np.arange(10_000)) and out[1] == {"x": 1.5}
@@ -591,7 +611,9 @@ say(text_of(store.put(out[0] * 2)))
 wait()
 del out
 store.close()
-""", f"{key.pool.hex()}:{key.id.hex()}")
+""",
+        f"{key.pool.hex()}:{key.id.hex()}",
+    )
     theirs = ObjectKey(*map(bytes.fromhex, other.line().split(":")))
     out = store.get(theirs)
     assert same(np.array(out), ramp() * 2)
@@ -599,6 +621,9 @@ store.close()
     other.finish()
     scope.eventually(lambda: scope.stats()["claims"] == 1)
     assert same(np.array(out), ramp() * 2)  # its owner is gone, the view is not
+    assert same(np.array(store.get(theirs)), ramp() * 2)  # and as long as it lives, there is something to get
+    del out
+    gc.collect()
     with pytest.raises(ObjectNotFoundError):
         store.get(theirs)
 
