@@ -84,7 +84,8 @@ class Scope:
     def run(self, code: str, *args: object) -> Script:
         """Another process, which finds `store` in its globals, and `args` in sys.argv[1:]."""
         setup = (
-            "import gc, os, sys, time\nimport numpy as np\nfrom mooncake_ray.config import Config\nfrom mooncake_ray.store import ObjectKey, Store\n"
+            "import gc, os, sys, time\nimport numpy as np\n"
+            "from mooncake_ray.config import Config\nfrom mooncake_ray.store import ObjectKey, Store\n"
             f"scope, config = {self.name!r}, Config(capacity_bytes={CAPACITY}, prefault_bytes={CAPACITY}, linger_s=0.2)\n"
             "def say(*words): print(*words, flush=True)\n"
             "def wait(): sys.stdin.readline() or os._exit(1)\n"

@@ -124,7 +124,7 @@ def open_seams() -> None:
         _replace(ray_serialization, "pickle", routing.RoutingPickle(ray_serialization.pickle))
         context = ray_serialization.SerializationContext
         _replace(context, "serialize", routing.serialize_with(context.serialize))
-        _replace(context, "deserialize_objects", losses.deserialize_with(context.deserialize_objects))
+        _replace(ray_serialization, "RaySystemError", losses.error_maker(ray_serialization.RaySystemError))
         for cls in (RemoteFunction, ActorMethod):
             _replace(cls, "_remote", _submitting(cls._remote))
         _replace(ActorClass, "_remote", _creating(ActorClass._remote))

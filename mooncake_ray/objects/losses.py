@@ -6,6 +6,7 @@ ObjectLostError, so these are what it gets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -13,7 +14,7 @@ from ray._private import worker as ray_worker
 
 from mooncake_ray.errors import BrokerDiedError, ObjectLostError, ObjectNotFoundError
 
-__all__ = ["PoolObjectLostError", "deserialize_with"]
+__all__ = ["PoolObjectLostError", "error_maker"]
 
 
 class PoolObjectLostError(ObjectLostError, ray.exceptions.ObjectLostError):
@@ -30,24 +31,21 @@ class PoolObjectLostError(ObjectLostError, ray.exceptions.ObjectLostError):
         return PoolObjectLostError, (self.object_ref_hex, self.owner_address, self.call_site, self.why)
 
 
-def deserialize_with(original: Any) -> Any:
-    """`SerializationContext.deserialize_objects`, naming losses."""
+def error_maker(original: type[Exception]) -> Callable[..., Exception]:
+    """Stands for the `RaySystemError` that Ray's serialization module makes of an error; only called where there is one."""
 
-    def deserialize_objects(self: Any, serialized_ray_objects: Any, object_refs: Any, *args: Any, **kwargs: Any) -> Any:
-        values = original(self, serialized_ray_objects, object_refs, *args, **kwargs)
-        for i, value in enumerate(values):
-            if type(value) is ray.exceptions.RaySystemError:
-                values[i] = _named(value, object_refs[i])
-        return values
+    def ray_system_error(error: Any, *args: Any) -> Exception:
+        if isinstance(error, ObjectNotFoundError | ObjectLostError | BrokerDiedError):
+            return _lost(error)
+        return original(error, *args)
 
-    return deserialize_objects
+    return ray_system_error
 
 
-def _named(error: ray.exceptions.RaySystemError, ref: ray.ObjectRef | None) -> Exception:
-    cause = getattr(error, "client_exc", None)
-    if not isinstance(cause, ObjectNotFoundError | ObjectLostError | BrokerDiedError):
-        return error
+def _lost(error: Exception) -> Exception:
+    worker = ray_worker.global_worker
+    ref = worker.get_serialization_context().get_outer_object_ref()  # the object being rebuilt
     id, owner, site = (ref.hex(), ref.owner_address(), ref.call_site()) if ref is not None else ("unknown", b"", "")
-    if owner and ray_worker.global_worker.core_worker.get_worker_id().binary() not in owner and isinstance(cause, ObjectNotFoundError):
+    if owner and worker.core_worker.get_worker_id().binary() not in owner and isinstance(error, ObjectNotFoundError):
         return ray.exceptions.OwnerDiedError(id, owner, site)
-    return PoolObjectLostError(id, owner, site, str(cause))
+    return PoolObjectLostError(id, owner, site, str(error))

@@ -113,9 +113,7 @@ class RoutingPickle:
 
     def __init__(self, original: Any) -> None:
         self._original = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
+        self.__dict__.update((name, value) for name, value in vars(original).items() if name != "dumps")
 
     def dumps(self, obj: Any, protocol: int | None = None, buffer_callback: Any = None) -> bytes:
         place = state.place

@@ -34,7 +34,7 @@ from ray._private import serialization
 from ray import cloudpickle
 context = serialization.SerializationContext
 def seams():
-    return [serialization.pickle, context.serialize, context.deserialize_objects, remote_function.RemoteFunction._remote,
+    return [serialization.pickle, context.serialize, serialization.RaySystemError, remote_function.RemoteFunction._remote,
             actor.ActorMethod._remote, actor.ActorClass._remote, dict(cloudpickle.CloudPickler.dispatch), ray.get, ray.put, ray.wait,
             os.environ.get("RAY_RUNTIME_ENV_HOOK")]
 before = seams()
