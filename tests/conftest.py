@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import secrets
+import select
 import subprocess
 import sys
 import time
@@ -118,6 +119,10 @@ class Script:
     def go(self) -> None:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
+
+    def has_said_something(self) -> bool:
+        """Whether `line` would return at once. For programs that say one line at a time."""
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def is_asleep(self) -> bool:
         """Whether its main thread waits for something."""

@@ -179,6 +179,7 @@ class Store:
         client = self.client
         for key in keys:
             if key.pool != client.pool_id:
+                client.wait([], 0, 0)  # raises where it is this process's broker that died
                 raise ObjectLostError(f"{key!r} is of another pool than this process's {client.pool_id.hex()[:8]}; its broker is gone")
         return client
 

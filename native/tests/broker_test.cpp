@@ -684,6 +684,41 @@ TEST(what_a_process_sent_before_it_died_counts_once) {
   }
 }
 
+// Calls and one-way messages go by different sockets. What a thread sends it must see done in its next call.
+TEST(a_call_does_not_overtake_one_way_messages) {
+  const std::string name = harness::random_name();
+  Child broker({"broker", name, std::to_string(4 * kMiB)});
+  broker.expect("serving");
+  Wire posts(name), calls(name);
+  posts.hello();
+  calls.attach(posts.session);
+  for (bool after : {true, false}) {
+    const ObjectId id{posts.session, uint64_t(1 + after)};
+    CHECK_EQ(calls.ask(request(Op::kCreate, id, 100, -1)), Status::kOk);
+    CHECK_EQ(calls.ask(request(Op::kSeal, id, 0, 0, self(id))), Status::kOk);
+    broker.stop();  // so that the call is the first it sees
+    Request q = request(Op::kGet, id, 0, -1);
+    q.flags = after ? kAfter : 0;
+    CHECK(!calls.send(q));
+    for (int i = 0; i < 30; ++i) CHECK(!posts.send(request(Op::kUnclaim, {}, 0, 0, self({1, 1}))));
+    CHECK(!posts.send_ids(request(Op::kDelete), {id}));
+    broker.signal(SIGCONT);
+    CHECK_EQ(Status(calls.receive().status), after ? Status::kMissing : Status::kOk);
+  }
+  ClientPtr c = Client::connect(name, "x");
+  for (int i = 0; i < 300; ++i) {
+    const ObjectId id = c->new_id();
+    std::byte* where;
+    View v;
+    CHECK_EQ(c->create(id, 100, -1, &where).status, Status::kOk);
+    CHECK_EQ(c->seal(id, self(id), false, {}), Status::kOk);
+    CHECK_EQ(c->get(id, 0, false, &v), Status::kOk);
+    v.reset();
+    c->remove({id});
+    CHECK_EQ(c->get(id, 0, false, &v), Status::kMissing);
+  }
+}
+
 // A signal ends a call that waits; what the broker grants at that very moment is nobody's.
 TEST(an_interrupted_call_leaves_no_pin_and_no_lease) {
   const std::string name = harness::random_name();
