@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,7 +20,7 @@ def parse_bytes(text: str) -> int:
     number, unit = (raw[:-1], raw[-1]) if raw[-1:].isalpha() else (raw, "")
     try:
         value = int(float(number) * _UNITS[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise ConfigError(f"not a size: {text!r} (examples: 512M, 8GiB, 1073741824)") from None
     if value < 0:
         raise ConfigError(f"a size must not be negative: {text!r}")
@@ -63,8 +64,8 @@ class Config:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if not isinstance(value, bool) and value < 0:
-                raise ConfigError(f"{f.name} must not be negative, got {value}")
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{f.name} must be a number and not negative, got {value}")
         if 0 < self.capacity_bytes < 1 << 20:
             raise ConfigError(f"capacity_bytes must be at least 1 MiB, got {self.capacity_bytes}")
         if self.capacity_bytes > (limit := machine_bytes()):

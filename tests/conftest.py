@@ -6,6 +6,7 @@ import gc
 import json
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# A test run in the background ignores Ctrl-C, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CAPACITY = 32 << 20
 DEADLINE_S = 60.0

@@ -5,9 +5,9 @@
 Object ids are 16 bytes, claim keys up to 28. Addresses are plain integers and are checked against the lease they go into. Every call that
 talks to the broker or copies releases the GIL. A `Lease` or a `Pin` keeps its client alive, and gives its memory back when it dies.
 """
+cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo, PyBUF_SIMPLE, PyObject_GetBuffer, PyBuffer_Release
 from cpython.bytes cimport PyBytes_FromStringAndSize, PyBytes_AS_STRING
-from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
@@ -104,6 +104,9 @@ cdef extern from "pool/client.h" namespace "mcr" nogil:
         cbool next_event(int timeout_ms, ClaimKey* key) except +mcr_raise
         size_t live()
         void close()
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() noexcept  # as Cython declares it, its exception would end in the function that calls it
 
 cdef extern from * nogil:
     """static inline void mcr_set_interrupt(bool (*f)()) { mcr::Client::interrupted = f; }"""
@@ -333,6 +336,7 @@ cdef class Client:
             self.c.get().close()
 
 
+@cython.no_gc  # refers to its client only; a collector that cleared that first would leave nothing to give the memory back to
 cdef class Lease:
     """Writable bytes that nobody else sees until seal(). Dropped unsealed, the memory goes back."""
     cdef Client client
@@ -390,6 +394,7 @@ cdef class Lease:
             self.client.c.get().abort(self.oid)
 
 
+@cython.no_gc
 cdef class Pin:
     """Readable bytes of a sealed object. The memory stays valid, and the object in the pool, until this dies."""
     cdef Client client

@@ -68,6 +68,16 @@ TEST(random_layouts) {
   }
 }
 
+TEST(copies_too_large_for_a_cache) {
+  std::mt19937_64 rng(7);
+  const size_t mib = 1 << 20;
+  for (const auto& sizes : std::vector<std::vector<size_t>>{{33 * mib + 5}, {20 * mib + 3, 1, 0, 127, 129, 31, 13 * mib + 77, 5000}})
+    for (unsigned threads : {1u, 3u}) {
+      check::context = std::to_string(sizes.size()) + " segments, " + std::to_string(threads) + " threads";
+      copy_and_compare(sizes, threads, rng);
+    }
+}
+
 TEST(several_callers_at_once) {
   std::vector<std::jthread> callers;
   for (uint64_t c = 0; c < 3; ++c)

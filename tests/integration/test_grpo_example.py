@@ -104,9 +104,7 @@ def test_rejects_settings_that_cannot_work(tmp_path: Path) -> None:
 
 def test_stops_on_ctrl_c(tmp_path: Path) -> None:
     command = [sys.executable, "-u", str(REPOSITORY / "examples" / "grpo.py"), "--store", "ray", "--out", str(tmp_path)]
-    # A test run in the background ignores SIGINT, and so would what it starts.
-    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
+    process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("starting Ray")
     process.send_signal(signal.SIGINT)

@@ -47,7 +47,7 @@ def test_parse_bytes(text, expected):
         "-1M",
         "nan",
         "inf",
-        pytest.param("1e999", marks=pytest.mark.xfail(raises=OverflowError, strict=True)),
+        "1e999",
     ],
 )
 def test_parse_bytes_refuses(text):
@@ -142,7 +142,6 @@ def test_nothing_is_negative(field):
         Config(**{field: -1})
 
 
-@pytest.mark.xfail(strict=True, reason="not a number, and no duration the broker can count")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_duration_is_finite(value):
     with pytest.raises(ConfigError):
