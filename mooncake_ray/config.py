@@ -64,8 +64,10 @@ class Config:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{f.name} must be a number and not negative, got {value}")
+            if not math.isfinite(value):
+                raise ConfigError(f"{f.name} must be finite, got {value}")
+            if value < 0:
+                raise ConfigError(f"{f.name} must not be negative, got {value}")
         if 0 < self.capacity_bytes < 1 << 20:
             raise ConfigError(f"capacity_bytes must be at least 1 MiB, got {self.capacity_bytes}")
         if self.capacity_bytes > (limit := machine_bytes()):
