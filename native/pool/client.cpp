@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <thread>
 
@@ -28,9 +29,17 @@ Request request(Op op, ObjectId id = {}, const ClaimKey& key = {}, uint16_t flag
 }
 
 // Throws BrokerGone where nobody listens any more.
+constexpr int64_t kSilence = 30'000'000'000;  // ns after which a broker that owes an answer is taken for dead
+
+int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 Fd dial(const std::string& name) {
   try {
-    return connect_abstract(name);
+    Fd fd = connect_abstract(name);
+    const timeval silence{kSilence / 1'000'000'000, 0};
+    for (int direction : {SO_RCVTIMEO, SO_SNDTIMEO})
+      if (::setsockopt(fd.get(), SOL_SOCKET, direction, &silence, sizeof silence)) throw_errno("setsockopt");
+    return fd;
   } catch (const std::system_error& e) {
     if (e.code().value() != ECONNREFUSED) throw;
     throw BrokerGone(std::string("no broker answers: ") + e.what());
@@ -203,8 +212,14 @@ Reply Client::call(Request q, const void* body, size_t len, std::string* text) {
     room = kMaxMessage;
   }
   if (send_message(fd.get(), &q, sizeof q, body, len)) gone("the broker died");
+  const int64_t sent = now_ns();
   ssize_t n;
-  while ((n = recv_message(fd.get(), buf, room, nullptr, 0, q.timeout_ns != 0)) == -EINTR) {
+  for (;;) {
+    n = recv_message(fd.get(), buf, room, nullptr, 0, q.timeout_ns != 0);
+    const bool may_wait = q.timeout_ns < 0 || now_ns() - sent < q.timeout_ns;
+    if (n == -EAGAIN && may_wait) continue;
+    if (n == -EAGAIN) gone("the broker does not answer");
+    if (n != -EINTR) break;
     if (!interrupted || !interrupted()) continue;
     ::shutdown(fd.get(), SHUT_RD);  // from here on the broker cannot answer, and takes back what it grants
     Reply r;
