@@ -410,9 +410,11 @@ def test_strings_of_variable_length_are_not_memory():
 
 
 def test_a_packed_array_is_read_only():
-    out = round_trip(np.arange(1000))
-    with pytest.raises(ValueError, match="read-only"):
-        out[0] = 1
+    alone = round_trip(np.arange(1000))
+    beside_a_tensor = round_trip([torch.zeros(1000), np.arange(1000)])[1]  # in memory that is writable
+    for out in (alone, beside_a_tensor):
+        with pytest.raises(ValueError, match="read-only"):
+            out[0] = 1
 
 
 # ---- whole pickles
