@@ -344,6 +344,7 @@ cdef class Lease:
     cdef uint8_t* where
     cdef readonly size_t nbytes
     cdef bint open
+    cdef size_t exports  # buffers that could still write
 
     @property
     def id(self): return _raw(self.oid)
@@ -355,6 +356,15 @@ cdef class Lease:
         if not self.open:
             raise ValueError("this lease is sealed or given back")
         PyBuffer_FillInfo(b, self, self.where, self.nbytes, 0, flags)
+        self.exports += 1
+
+    def __releasebuffer__(self, Py_buffer* b):
+        self.exports -= 1
+
+    cdef int _let_nobody_write(self) except -1:
+        if self.exports:
+            raise BufferError(f"{self.exports} buffers of this lease live; release them (memoryview.release(), del array) first")
+        return 0
 
     def copy(self, segments, unsigned threads=0):
         """Copies `[(offset, address, nbytes), …]` into the lease, with several threads where that pays. The caller keeps the sources."""
@@ -371,12 +381,15 @@ cdef class Lease:
             mcr_copy(v, threads)
 
     def seal(self, uint32_t kind, bytes key, bint handover=False, also=()):
-        """Makes the object readable, claimed (with the pinned objects `also`) for `key`. The lease is closed."""
+        """Makes the object readable, claimed (with the pinned objects `also`) for `key`. The lease is closed.
+
+        Raises BufferError while a buffer of it lives, through which the sealed object could be changed."""
         cdef ClaimKey k = _key(kind, key)
         cdef vector[ObjectId] more = _ids(also)
         cdef Status s
         if not self.open:
             raise ValueError("this lease is sealed or given back")
+        self._let_nobody_write()
         with nogil:
             s = self.client.c.get().seal(self.oid, k, handover, more)
         if s != Status.kOk:
@@ -384,8 +397,9 @@ cdef class Lease:
         self.open = False
 
     def abort(self):
-        """Gives the memory back. Idempotent."""
+        """Gives the memory back. Idempotent. Raises BufferError while a buffer of it lives."""
         if self.open:
+            self._let_nobody_write()
             self.open = False
             self.client.c.get().abort(self.oid)
 

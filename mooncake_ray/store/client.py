@@ -14,7 +14,7 @@ from typing import Any
 
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
-from mooncake_ray.errors import ObjectLostError, ObjectNotFoundError, StoreFullError
+from mooncake_ray.errors import ObjectLostError, ObjectNotFoundError, StoreError, StoreFullError
 from mooncake_ray.store import node
 from mooncake_ray.store.packing import Here, Packer, Region
 
@@ -67,10 +67,13 @@ class Store:
         self.config = config or Config.from_env()
         self._name = node.broker_name(scope)
         self._lock = threading.Lock()
+        self._closed = False
         self._client = node.connect(self._name, self.config)
 
     @property
     def client(self) -> pool.Client:
+        if self._closed:
+            raise StoreError("this store is closed")
         client = self._client
         if client.usable:
             return client
@@ -167,6 +170,7 @@ class Store:
 
     def close(self) -> None:
         """Leaves the pool; what this store put is freed. Views stay valid, and delay that until they are gone."""
+        self._closed = True
         self._client.close()
 
     def __enter__(self) -> Store:

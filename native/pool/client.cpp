@@ -301,9 +301,11 @@ bool Client::wait_for_posts(std::unique_lock<std::mutex>& lock, bool interruptib
   while (post_ && (flush_posts_locked(), !posts_.empty())) {
     pollfd room{post_.get(), POLLOUT, 0};
     lock.unlock();
-    const bool stop = ::poll(&room, 1, -1) < 0 && errno == EINTR && interruptible && interrupted && interrupted();
+    const int n = ::poll(&room, 1, int(kSilence / 1'000'000));
+    const bool stop = n < 0 && errno == EINTR && interruptible && interrupted && interrupted();
     lock.lock();
     if (stop) return false;
+    if (n == 0) dead_ = true, posts_.clear();  // it reads no more
   }
   return true;
 }
@@ -372,6 +374,8 @@ Status Client::seal(ObjectId id, const ClaimKey& key, bool handover, const std::
   if (one_way) {
     check_process();
     post(q);
+    std::unique_lock lock(post_mutex_);
+    wait_for_posts(lock, false);  // in the kernel's hands before the caller goes on, who may tell others and exit
     if (dead_) gone("the broker died");
   } else {
     status = Status(call(q, also.data(), also.size() * sizeof(ObjectId), nullptr).status);

@@ -57,9 +57,16 @@ View get(Client& c, ObjectId id, bool writable = false) {
   CHECK_EQ(c.get(id, -1, writable, &v), Status::kOk);
   return v;
 }
+bool is_missing(Client& c, ObjectId id) {
+  View v;
+  return c.get(id, 0, false, &v) == Status::kMissing;
+}
 uint64_t stat(Client& c, const char* name) { return check::number(c.stats(), name); }
 void expect_empty(Client& c) {
-  for (const char* what : {"leases", "pins", "claims", "orphans", "used_bytes", "inline_bytes", "objects", "removed_but_pinned"}) UNTIL(stat(c, what) == 0);
+  const std::string context = check::context;
+  for (const char* what : {"leases", "pins", "claims", "orphans", "used_bytes", "inline_bytes", "objects", "removed_but_pinned"})
+    UNTIL((check::context = context + " " + c.stats(), stat(c, what) == 0));
+  check::context = context;
   CHECK_EQ(stat(c, "free_pages") * kPageSize, stat(c, "populated_bytes"));
 }
 // All memory is there: what FULL means from now on does not depend on how fast the kernel clears pages.
@@ -92,8 +99,7 @@ TEST(contents_round_trip) {
   }
   for (auto [id, n] : all) CHECK(intact(get(*reader, id), id, n));
   for (auto [id, n] : all) writer->remove({id});
-  View gone;
-  UNTIL(reader->get(all[0].first, 0, false, &gone) == Status::kMissing);
+  UNTIL(is_missing(*reader, all[0].first));
   expect_empty(*reader);
 }
 
@@ -110,8 +116,7 @@ TEST(small_objects_travel_inside_the_message) {
     last = get(*reader, id);
     CHECK(intact(last, id, n) && last.writable());
     c->unclaim(self(id));
-    View v;
-    UNTIL(reader->get(id, 0, false, &v) == Status::kMissing);
+    UNTIL(is_missing(*reader, id));
     CHECK(intact(last, id, n));
   }
   std::vector<std::byte> bytes(kInlineMax + 1);

@@ -666,3 +666,21 @@ def test_a_store_and_its_client_are_collected(scope):
     assert same(np.array(view), ramp())
     del view
     scope.eventually(scope.is_empty, scope.stats)
+
+
+def test_a_lease_is_not_sealed_while_it_can_be_written(scope):
+    store = scope.store()
+    lease = store.create(4096)
+    view = memoryview(lease)
+    for give_up in (lambda: store.publish(lease), lease.abort):
+        with pytest.raises(BufferError, match="1 buffers of this lease live"):
+            give_up()
+    view.release()
+    store.free([store.publish(lease)])
+
+
+def test_a_closed_store_stays_closed(scope):
+    store = scope.store()
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.put(1)
