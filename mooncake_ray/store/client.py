@@ -98,18 +98,17 @@ class Store:
         _Pickler(file, packer).dump(value)
         blob = file.getbuffer()
         _HEADER.pack_into(blob, 0, _MAGIC, len(blob) - _HEADER.size)
-        id = client.new_id()
         segments = packer.segments
         if not segments.parts and len(blob) <= pool.INLINE_MAX:
+            id = client.new_id()
             with contextlib.suppress(StoreFullError):  # the broker's own heap has a budget; the arena may have room
                 client.put_inline(id, blob, pool.KIND_SELF, id)
                 return ObjectKey(client.pool_id, id)
         start = _start_of_segments(len(blob)) if segments.parts else len(blob)
-        lease = client.create(id, start + segments.nbytes, self.config.put_timeout_s if timeout_s is None else timeout_s)
+        lease = self.create(start + segments.nbytes, timeout_s)
         memoryview(lease)[: len(blob)] = blob
         lease.copy([(start + offset, address, n) for offset, address, n in segments.parts])
-        lease.seal(pool.KIND_SELF, id)
-        return ObjectKey(client.pool_id, id)
+        return self.publish(lease)
 
     def get(self, key: ObjectKey, timeout_s: float | None = None) -> Any:
         """The value. Tensors are private copy-on-write views of the pool, arrays read-only views; both keep their memory alive.

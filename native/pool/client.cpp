@@ -135,15 +135,8 @@ std::shared_ptr<Client> Client::connect(const std::string& name, const std::stri
     m->ro_fd = std::move(fds[1]);
     c->arenas_.push_back(std::move(m));
   }
-  c->checkin(std::move(fd));
-  c->post_ = c->checkout();
-  c->checkin(dial(name));
-  {  // the second socket of the session serves calls, the first the one-way messages
-    std::lock_guard lock(c->sockets_mutex_);
-    Request join = request(Op::kAttach, {c->session_, 0});
-    if (send_message(c->idle_.back().get(), &join, sizeof join) || recv_message(c->idle_.back().get(), &r, sizeof r) < ssize_t(sizeof r))
-      throw BrokerGone("the broker refused a second socket");
-  }
+  c->post_ = std::move(fd);
+  c->checkin(c->checkout());  // a second socket serves calls
   c->wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   return c;
 }
