@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mooncake_ray.config import Config
 from mooncake_ray.errors import (
     BrokerDiedError,
+    BrokerMismatchError,
     ConfigError,
     GetTimeoutError,
     MooncakeRayError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BrokerDiedError",
+    "BrokerMismatchError",
     "Config",
     "ConfigError",
     "DataProto",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from mooncake_ray.errors import ConfigError
+from mooncake_ray.machine import machine_bytes
 
 __all__ = ["Config"]
+
+_CHOICES = {"huge_pages": ("auto", "hugetlb", "never"), "numa": ("auto", "off")}
+_NOT_SETTINGS = {"MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK"}  # what processes of this package tell each other
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -27,20 +32,6 @@ def parse_bytes(text: str) -> int:
     return value
 
 
-def machine_bytes() -> int:
-    """Memory this process may use, in bytes: the machine's, or its cgroup's limit where that is lower."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as f:
-                limit = f.read().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            total = min(total, int(limit))
-    return total
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """How the pool is sized and what is routed through it. Every field can be set as `MOONCAKE_RAY_<FIELD>`, in capitals."""
@@ -52,6 +43,24 @@ class Config:
     """How much populated memory the pool keeps ahead of what is used."""
     min_bytes: int = 100 << 10
     """Objects whose tensors and arrays are smaller than this in total go Ray's own way. The default is what Ray keeps inline."""
+    arena_bytes: int = 64 << 30
+    """The pool is made of arenas of at most this size (a larger object gets a larger one); a further one begins when those there are end."""
+    huge_pages: str = "auto"
+    """`auto`: transparent huge pages where the kernel has them for shared memory (`shmem_enabled`). `hugetlb`: reserved ones of 2 MiB, or the
+    broker does not start; tensors are then copied when they are got, as such pages have no cheap copy-on-write. `never`: pages of 4 KiB."""
+    numa: str = "auto"
+    """`auto`: on a machine with several NUMA nodes, an arena on each, and a process puts into its own. `off`: wherever the kernel likes."""
+    spill_dir: str = ""
+    """Where objects go that do not fit: a directory of this user's is made in it. Default: the system's directory for temporary files.
+    `off`: nothing is spilled, and a put waits for room."""
+    spill_bytes: int = 0
+    """How much may be spilled. 0: until the disk is 95 % full."""
+    spill_high: float = 0.8
+    """Spilling begins when more than this part of the pool is in use, and …"""
+    spill_low: float = 0.65
+    """… goes on until it is this part."""
+    quota_bytes: int = 0
+    """How much of the pool's memory one Ray job may have; it spills, and then waits, alone. 0: no quota."""
     put_timeout_s: float = 10.0
     """How long a put waits for room. Then Ray's own store takes the object (a `Store` raises StoreFullError)."""
     start_timeout_s: float = 30.0
@@ -64,6 +73,10 @@ class Config:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
+            if isinstance(value, str):
+                if f.name in _CHOICES and value not in _CHOICES[f.name]:
+                    raise ConfigError(f"{f.name} must be one of {', '.join(_CHOICES[f.name])}; got {value!r}")
+                continue
             if not math.isfinite(value):
                 raise ConfigError(f"{f.name} must be finite, got {value}")
             if value < 0:
@@ -73,6 +86,13 @@ class Config:
         if self.capacity_bytes > (limit := machine_bytes()):
             raise ConfigError(f"capacity_bytes is {self.capacity_bytes}, more than the {limit} bytes of memory there are")
 
+        if 0 < self.arena_bytes < 1 << 20:
+            raise ConfigError(f"arena_bytes must be at least 1 MiB, got {self.arena_bytes}")
+        if not self.spill_low <= self.spill_high <= 1:
+            raise ConfigError(f"spill_low <= spill_high <= 1 must hold, got {self.spill_low} and {self.spill_high}")
+        if self.spill_dir not in ("", "off") and not os.path.isabs(self.spill_dir):
+            raise ConfigError(f"spill_dir must be an absolute path or 'off', got {self.spill_dir!r}")
+
     @property
     def pool_bytes(self) -> int:
         """The capacity in bytes with its default worked out."""
@@ -80,15 +100,21 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> Config:
-        """The defaults, then the environment, then `overrides`."""
+        """The defaults, then the environment, then `overrides`. Raises ConfigError for what there is no setting of that name for."""
         env = os.environ if environ is None else environ
         values: dict[str, object] = {}
+        names = [f.name for f in fields(cls)]
+        _refuse_unknown(overrides, names)
+        variables = [f"MOONCAKE_RAY_{name.upper()}" for name in names]
+        _refuse_unknown((v for v in env if v.startswith("MOONCAKE_RAY_") and v not in _NOT_SETTINGS), variables)
         for f in fields(cls):
             text = env.get(f"MOONCAKE_RAY_{f.name.upper()}")
             if text is None:
                 continue
             try:
-                if f.name.endswith("_bytes"):
+                if isinstance(f.default, str):
+                    values[f.name] = text
+                elif f.name.endswith("_bytes"):
                     values[f.name] = parse_bytes(text)
                 elif f.name == "enabled":
                     values[f.name] = text.strip().lower() not in ("0", "false", "no", "off")
@@ -99,3 +125,10 @@ class Config:
         if env.get("MOONCAKE_RAY") == "0":
             values["enabled"] = False
         return replace(cls(), **{**values, **overrides})  # type: ignore[arg-type]
+
+
+def _refuse_unknown(given: Iterable[str], known: list[str]) -> None:
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"))

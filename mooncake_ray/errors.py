@@ -6,7 +6,8 @@
     │  ├─ ObjectLostError                     the bytes are gone although a ref to them exists
     │  ├─ StoreFullError (MemoryError)        no room before the deadline; says who holds what
     │  ├─ GetTimeoutError (TimeoutError)      not there before the deadline
-    │  └─ BrokerDiedError (ConnectionError)   this node's broker is gone or cannot be started
+    │  ├─ BrokerDiedError (ConnectionError)   this node's broker is gone or cannot be started
+    │  └─ BrokerMismatchError (ConnectionError)  what serves the pool is of another version, or another user's
     ├─ SchemaError (TypeError)                fields of a batch disagree
     └─ ConfigError (ValueError)               a setting is out of range, or two settings exclude each other
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 __all__ = [
     "BrokerDiedError",
+    "BrokerMismatchError",
     "ConfigError",
     "GetTimeoutError",
     "MooncakeRayError",
@@ -57,6 +59,10 @@ class GetTimeoutError(StoreError, TimeoutError):
 
 class BrokerDiedError(StoreError, ConnectionError):
     """The node's broker is gone, or could not be started or reached."""
+
+
+class BrokerMismatchError(StoreError, ConnectionError):
+    """What serves the pool's name must not be talked to: a broker of another version of this package, or another user's process."""
 
 
 class SchemaError(MooncakeRayError, TypeError):

@@ -4,14 +4,18 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <filesystem>
+#include <functional>
 #include <map>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "pool/broker.h"
 
@@ -19,9 +23,61 @@ namespace {
 
 constexpr int kAddressInUse = 17;  // told to whoever starts us: another broker has the name
 
-int usage() {
-  std::fputs("usage: mooncake-broker --name NAME --capacity BYTES [--prefault BYTES] [--watch-pid PID] [--linger SECONDS]\n", stderr);
+int usage(const char* problem) {
+  std::fprintf(stderr,
+               "mooncake-broker: %s\n"
+               "usage: mooncake-broker --name NAME --capacity BYTES [--most BYTES] [--prefault BYTES] [--watch-pid PID] [--linger SECONDS]\n"
+               "         [--arena BYTES] [--huge-pages auto|hugetlb|never] [--numa-nodes N,N…] [--quota BYTES]\n"
+               "         [--spill-dir DIR --spill-limit BYTES [--spill-high PART] [--spill-low PART] [--disk-reserve PART]]\n"
+               "       mooncake-broker --clean-up-after PID DIR\n",
+               problem);
   return 2;
+}
+
+std::vector<int> numbers(const std::string& list) {
+  std::vector<int> out;
+  for (size_t at = 0; at < list.size();) {
+    const size_t end = std::min(list.find(',', at), list.size());
+    out.push_back(std::atoi(list.substr(at, end - at).c_str()));
+    at = end + 1;
+  }
+  return out;
+}
+
+// "" or what is wrong with the arguments.
+std::string parse(int argc, char** argv, mcr::BrokerConfig* c) {
+  auto bytes = [](uint64_t* to) { return [to](const std::string& v) { return *to = std::strtoull(v.c_str(), nullptr, 10), true; }; };
+  auto number = [](double* to) { return [to](const std::string& v) { return *to = std::atof(v.c_str()), true; }; };
+  auto text = [](std::string* to) { return [to](const std::string& v) { return *to = v, true; }; };
+  const std::map<std::string, std::function<bool(const std::string&)>> options = {
+      {"--name", text(&c->name)},
+      {"--capacity", bytes(&c->capacity)},
+      {"--most", bytes(&c->most)},
+      {"--prefault", bytes(&c->prefault)},
+      {"--watch-pid", [c](const std::string& v) { return c->watch_pid = std::atoi(v.c_str()), true; }},
+      {"--linger", number(&c->linger_s)},
+      {"--arena", bytes(&c->arena)},
+      {"--numa-nodes", [c](const std::string& v) { return c->nodes = numbers(v), !c->nodes.empty(); }},
+      {"--quota", bytes(&c->quota)},
+      {"--spill-dir", text(&c->spill_dir)},
+      {"--spill-limit", bytes(&c->spill_limit)},
+      {"--spill-high", number(&c->high)},
+      {"--spill-low", number(&c->low)},
+      {"--disk-reserve", number(&c->disk_reserve)},
+      {"--huge-pages",
+       [c](const std::string& v) {
+         c->huge_pages = v == "hugetlb" ? mcr::HugePages::kHugetlb : v == "never" ? mcr::HugePages::kNever : mcr::HugePages::kAuto;
+         return v == "hugetlb" || v == "never" || v == "auto";
+       }},
+  };
+  for (int i = 1; i < argc; i += 2) {
+    auto o = options.find(argv[i]);
+    if (o == options.end()) return std::string("no option ") + argv[i];
+    if (i + 1 == argc || !o->second(argv[i + 1])) return std::string(argv[i]) + " needs a value, and not that one";
+  }
+  for (uint64_t* rounded : {&c->capacity, &c->arena, &c->spill_limit}) *rounded = *rounded / mcr::kPageSize * mcr::kPageSize;
+  if (c->name.empty() || !c->capacity || !c->arena) return "--name, --capacity and a size of arenas are needed";
+  return "";
 }
 
 // Goes on in a child that has left the starter's process tree: Ray kills the children of a worker that exits, a terminal signals its
@@ -54,16 +110,15 @@ void tell(mcr::Fd& pipe, uint8_t outcome) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::map<std::string, std::string> args;
-  for (int i = 1; i + 1 < argc; i += 2) args[argv[i]] = argv[i + 1];
-  if (argc % 2 == 0 || !args.contains("--name") || !args.contains("--capacity")) return usage();
+  if (argc == 4 && !std::strcmp(argv[1], "--clean-up-after")) {
+    ::prctl(PR_SET_NAME, "mooncake-janitor");
+    mcr::clean_up(argv[3], std::atoi(argv[2]));
+    return 0;
+  }
   mcr::BrokerConfig config;
-  config.name = args["--name"];
-  config.capacity = std::strtoull(args["--capacity"].c_str(), nullptr, 10) / mcr::kPageSize * mcr::kPageSize;
-  config.prefault = std::strtoull(args["--prefault"].c_str(), nullptr, 10);
-  config.watch_pid = std::atoi(args["--watch-pid"].c_str());
-  if (args.contains("--linger")) config.linger_s = std::atof(args["--linger"].c_str());
-  if (!config.capacity) return usage();
+  if (const std::string problem = parse(argc, argv, &config); !problem.empty()) return usage(problem.c_str());
+  std::error_code unknown;
+  config.janitor = std::filesystem::read_symlink("/proc/self/exe", unknown);
   ::signal(SIGPIPE, SIG_IGN);
   ::signal(SIGINT, SIG_IGN);
   ::prctl(PR_SET_NAME, "mooncake-broker");

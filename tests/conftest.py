@@ -33,15 +33,16 @@ def eventually(condition: Callable[[], Any], what: object = "the condition") -> 
 
 
 class Scope:
-    """A pool that nobody else uses, seen by a client that holds nothing in it."""
+    """A pool that nobody else uses, seen by a client that holds nothing in it. It spills only if it is told where."""
 
     eventually = staticmethod(eventually)
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         from mooncake_ray.config import Config
 
         self.name = f"test-{secrets.token_hex(8)}"
-        self.config = Config(capacity_bytes=CAPACITY, prefault_bytes=CAPACITY, linger_s=0.2, put_timeout_s=20.0)
+        plain = {"capacity_bytes": CAPACITY, "prefault_bytes": CAPACITY, "linger_s": 0.2, "put_timeout_s": 20.0, "spill_dir": "off"}
+        self.config = Config(**{**plain, **settings})
         self.stores: list[Any] = []
         self._observer: Any = None
 
@@ -52,7 +53,7 @@ class Scope:
 
         store = Store(self.name, replace(self.config, **settings))
         self.stores.append(store)
-        eventually(lambda: self.stats()["populated_bytes"] == CAPACITY)
+        eventually(lambda: self.stats()["populated_bytes"] >= self.config.prefault_bytes)
         return store
 
     def stats(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Scope:
         setup = (
             "import gc, os, sys, time\nimport numpy as np\n"
             "from mooncake_ray.config import Config\nfrom mooncake_ray.store import ObjectKey, Store\n"
-            f"scope, config = {self.name!r}, Config(capacity_bytes={CAPACITY}, prefault_bytes={CAPACITY}, linger_s=0.2)\n"
+            f"scope, config = {self.name!r}, {self.config!r}\n"
             "def say(*words): print(*words, flush=True)\n"
             "def wait(): sys.stdin.readline() or os._exit(1)\n"
             "def key_of(text): return ObjectKey(*map(bytes.fromhex, text.split(':')))\n"

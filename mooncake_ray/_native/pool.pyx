@@ -23,7 +23,7 @@ from mooncake_ray import errors as _errors
 
 cdef extern from "raise.h":
     void mcr_raise()
-    PyObject* mcr_broker_died
+    PyObject* mcr_broker_died, *mcr_broker_mismatch
 
 cdef extern from "pool/wire.h" namespace "mcr" nogil:
     const size_t kInlineMax
@@ -42,6 +42,8 @@ cdef extern from "pool/wire.h" namespace "mcr" nogil:
         kTimeout
         kInline
         kBad
+        kLost
+        kDamaged
 
 cdef extern from "pool/copy.h" namespace "mcr" nogil:
     cdef cppclass Segment:
@@ -58,10 +60,16 @@ cdef extern from * nogil:
       return {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), n};
     }
     static inline void mcr_copy(const std::vector<mcr::Segment>& s, unsigned threads) { mcr::copy_segments(s, threads); }
-    static inline mcr::Status mcr_create(mcr::Client& c, mcr::ObjectId id, size_t n, int64_t timeout, void** where, std::string* why) {
+    static inline mcr::Status mcr_create(mcr::Client& c, mcr::ObjectId id, size_t n, int64_t timeout, void** where, std::string* why,
+                                         const std::string& note) {
       std::byte* p = nullptr;
-      auto a = c.create(id, n, timeout, &p);
+      auto a = c.create(id, n, timeout, &p, note);
       *where = p;
+      *why = std::move(a.text);
+      return a.status;
+    }
+    static inline mcr::Status mcr_grow(mcr::Client& c, uint64_t n, std::string* why) {
+      auto a = c.grow(n);
       *why = std::move(a.text);
       return a.status;
     }
@@ -73,7 +81,8 @@ cdef extern from * nogil:
     """
     Segment mcr_segment(void* to, const void* from_, size_t n)
     void mcr_copy(const vector[Segment]& s, unsigned threads) except +mcr_raise
-    Status mcr_create(CClient& c, ObjectId id, size_t n, int64_t timeout, void** where, string* why) except +mcr_raise
+    Status mcr_create(CClient& c, ObjectId id, size_t n, int64_t timeout, void** where, string* why, const string& note) except +mcr_raise
+    Status mcr_grow(CClient& c, uint64_t n, string* why) except +mcr_raise
     cbool mcr_locate(CClient& c, const void* p, size_t n, ObjectId* id, uint64_t* offset) except +mcr_raise
 
 cdef extern from "pool/client.h" namespace "mcr" nogil:
@@ -84,7 +93,9 @@ cdef extern from "pool/client.h" namespace "mcr" nogil:
         void reset()
     cdef cppclass CClient "mcr::Client":
         @staticmethod
-        shared_ptr[CClient] connect(const string& name, const string& label) except +mcr_raise
+        shared_ptr[CClient] connect(const string& name, const string& label, const string& group, const CClient* before) except +mcr_raise
+        @staticmethod
+        size_t live_everywhere()
         uint64_t session()
         uint64_t capacity()
         const uint8_t* pool_id()
@@ -95,6 +106,7 @@ cdef extern from "pool/client.h" namespace "mcr" nogil:
         Status get(ObjectId id, int64_t timeout_ns, cbool writable, CView* out) except +mcr_raise
         string wait(const vector[ObjectId]& ids, size_t want, int64_t timeout_ns) except +mcr_raise
         string stats() except +mcr_raise
+        string inspect() except +mcr_raise
         void abort(ObjectId id) noexcept
         void unclaim(const ClaimKey& key) noexcept
         void adopt(const ClaimKey& key) noexcept
@@ -118,8 +130,17 @@ cdef cbool _interrupted() noexcept with gil:
 mcr_set_interrupt(_interrupted)
 Py_INCREF(_errors.BrokerDiedError)
 mcr_broker_died = <PyObject*>_errors.BrokerDiedError
+Py_INCREF(_errors.BrokerMismatchError)
+mcr_broker_mismatch = <PyObject*>_errors.BrokerMismatchError
 
 INLINE_MAX = kInlineMax  # bytes
+
+
+def live_handles():
+    """Leases and pins of this process, over all its clients."""
+    return CClient.live_everywhere()
+
+
 KIND_TOKEN, KIND_RETURN, KIND_SELF = 1, 2, 3
 _KEY_BYTES = 28
 
@@ -159,6 +180,10 @@ cdef int64_t _ns(timeout_s) except? -2:
 cdef object _refuse(Status s, bytes id, str what):
     if s == Status.kMissing:
         return _errors.ObjectNotFoundError(f"{what}: no object {id.hex()} in this pool (freed, or never here)")
+    if s == Status.kLost:
+        return _errors.ObjectLostError(f"{what}: object {id.hex()} was lost when its broker died (or it was freed before)")
+    if s == Status.kDamaged:
+        return _errors.ObjectLostError(f"{what}: object {id.hex()} was spilled, and cannot be read back from the disk")
     if s == Status.kExists:
         return ValueError(f"{what}: an object {id.hex()} exists already")
     if s == Status.kTimeout:
@@ -174,12 +199,24 @@ cdef class Client:
         raise TypeError("use Client.connect(name, label)")
 
     @staticmethod
-    def connect(str name, str label):
-        """Opens a session with the broker that serves `name`. Raises BrokerDiedError when none does."""
+    def connect(str name, str label, str group="", Client before=None):
+        """Opens a session with the broker that serves `name`.
+
+        Args:
+            group: Whose quota counts for what this session puts.
+            before: This process's client of a broker that died. What was spilled for it is its own again, if the new broker found it.
+
+        Raises:
+            BrokerDiedError: none does.
+            BrokerMismatchError: it is of another version, or another user's.
+        """
         cdef Client self = Client.__new__(Client)
-        cdef string n = name.encode(), l = label.encode("ascii", "replace")
+        cdef string n = name.encode(), l = label.encode("ascii", "replace"), g = group.encode("ascii", "replace")
+        cdef const CClient* dead = NULL
+        if before is not None:
+            dead = before.c.get()
         with nogil:
-            self.c = CClient.connect(n, l)
+            self.c = CClient.connect(n, l, g, dead)
         return self
 
     @property
@@ -202,17 +239,19 @@ cdef class Client:
     def new_id(self):
         return _raw(self.c.get().new_id())
 
-    def create(self, bytes id, size_t nbytes, timeout_s=None):
+    def create(self, bytes id, size_t nbytes, timeout_s=None, str note=""):
         """Leases `nbytes` writable bytes as object `id`; waits its turn for at most `timeout_s` seconds (None: for ever).
+
+        `note` says where it was put from, to whoever looks; the first 256 bytes of it are kept.
 
         Raises StoreFullError at the deadline, or at once for more than the pool's capacity."""
         cdef ObjectId oid = _id(id)
         cdef int64_t ns = _ns(timeout_s)
         cdef void* where
-        cdef string why
+        cdef string why, n = note.encode("ascii", "replace")
         cdef Status s
         with nogil:
-            s = mcr_create(self.c.get()[0], oid, nbytes, ns, &where, &why)
+            s = mcr_create(self.c.get()[0], oid, nbytes, ns, &where, &why, n)
         if s == Status.kFull or s == Status.kTooLarge:
             waited = "larger than the pool" if s == Status.kTooLarge else f"no room within {timeout_s} s"
             raise _errors.StoreFullError(f"{waited}: {(<bytes>why).decode()}")
@@ -329,6 +368,22 @@ cdef class Client:
         with nogil:
             s = self.c.get().stats()
         return (<bytes>s).decode()
+
+    def inspect(self):
+        """The broker's state as JSON text, with a row an object. Takes time in proportion to their number."""
+        cdef string s
+        with nogil:
+            s = self.c.get().inspect()
+        return (<bytes>s).decode()
+
+    def grow(self, uint64_t nbytes):
+        """Lets the pool have that many bytes; it never shrinks. Raises StoreFullError for more than the machine has."""
+        cdef string why
+        cdef Status s
+        with nogil:
+            s = mcr_grow(self.c.get()[0], nbytes, &why)
+        if s != Status.kOk:
+            raise _errors.StoreFullError((<bytes>why).decode())
 
     def close(self):
         """Ends the session, once the last lease and pin of this process are gone. Idempotent."""

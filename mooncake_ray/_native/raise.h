@@ -8,7 +8,9 @@
 
 #include "pool/client.h"
 
-inline PyObject* mcr_broker_died = nullptr;  // mooncake_ray.errors.BrokerDiedError, set when the module is imported
+// Of mooncake_ray.errors, set when the module is imported.
+inline PyObject* mcr_broker_died = nullptr;
+inline PyObject* mcr_broker_mismatch = nullptr;
 
 inline void mcr_raise() {
   try {
@@ -17,6 +19,8 @@ inline void mcr_raise() {
     if (!PyErr_Occurred()) PyErr_SetNone(PyExc_KeyboardInterrupt);
   } catch (const mcr::BrokerGone& e) {
     PyErr_SetString(mcr_broker_died, e.what());
+  } catch (const mcr::BrokerForeign& e) {
+    PyErr_SetString(mcr_broker_mismatch, e.what());
   } catch (const std::system_error& e) {
     PyObject* args = Py_BuildValue("(is)", e.code().value(), e.what());
     if (args) PyErr_SetObject(PyExc_OSError, args);

@@ -64,6 +64,7 @@ class Lifetimes:
 
     client: pool.Client
     worker: Any  # ray's global worker
+    reconnect: Callable[[], object]  # to the next broker, when this one died
     _submissions: dict[bytes, _Submission] = field(default_factory=dict)  # by TaskID
     _remembered: int = _SUBMISSIONS
     _routing_functions: set[str] = field(default_factory=set)  # whose returns were routed before
@@ -76,9 +77,17 @@ class Lifetimes:
     _next_look: float = 0.0
     _next_actors: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _listening: bool = False
     _thread: threading.Thread | None = None
     _minter: ThreadPoolExecutor | None = None
     _ahead: deque[Future[ray.ObjectRef]] = field(default_factory=deque)
+
+    def renew(self, client: pool.Client) -> None:
+        """Goes on with another broker. It asks about what the dead one had spilled for this process."""
+        with self._lock:
+            self.client, self._thread = client, None
+        if self._listening:
+            self.listen()
 
     # ---- what this process owns
 
@@ -195,6 +204,7 @@ class Lifetimes:
 
     def listen(self) -> None:
         """Starts the thread that answers the broker's questions. Idempotent."""
+        self._listening = True
         if self._thread is not None:
             return
         with self._lock:
@@ -205,9 +215,10 @@ class Lifetimes:
                 self._thread = thread
 
     def _run(self) -> None:
+        client = self.client
         try:
             while self.worker.connected:
-                event = self.client.next_event(_LOOK_EVERY_S if self._early or self._streamed or self._watched else _ACTORS_EVERY_S)
+                event = client.next_event(_LOOK_EVERY_S if self._early or self._streamed or self._watched else _ACTORS_EVERY_S)
                 if not self.worker.connected:
                     break
                 try:
@@ -217,9 +228,10 @@ class Lifetimes:
                 except (ray.exceptions.RayError, RuntimeError, OSError):  # this thread's end would end every claim of the process
                     logger.exception("mooncake_ray: looking at Ray's references failed; trying again")
         except BrokerDiedError:
-            pass  # the session is over; whoever calls next is told
+            if self.worker.connected:
+                self.reconnect()
         finally:
-            self.client.close()
+            client.close()
 
     def _answer(self, kind: int, key: bytes, *, last: bool = False) -> None:
         if kind == pool.KIND_TOKEN:  # the owner of a token died, and this process may still refer to what contains it

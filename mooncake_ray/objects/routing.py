@@ -25,9 +25,10 @@ from ray import cloudpickle
 from ray._private import worker as ray_worker
 
 from mooncake_ray._native import pool
-from mooncake_ray.errors import StoreError
+from mooncake_ray.errors import BrokerDiedError, StoreError
 from mooncake_ray.objects import async_items, session
 from mooncake_ray.objects.counters import count
+from mooncake_ray.store.callsite import call_site
 from mooncake_ray.store.packing import Here, Packer, scan
 
 __all__ = ["Place", "RoutingPickle", "place_of", "state"]
@@ -128,27 +129,31 @@ class RoutingPickle:
 
 def _route(obj: Any, smallest: int, place: Place, protocol: int | None, buffer_callback: Any) -> bytes | None:
     """The pickle of a value whose tensors are in the pool; None if Ray must take it whole."""
-    here = session.current()
-    if here is None:
-        return None
-    packer = _RayPacker(here.client, smallest)
-    buffers: list[Any] = []  # handed on only when nothing can fail any more
-    with io.BytesIO() as file:
-        _RayPickler(file, packer, protocol, buffers.append).dump(obj)
-        data = file.getvalue()
-    if packer.used:
+    for retry in (True, False):
+        here = session.current()
+        if here is None:
+            return None
+        packer = _RayPacker(here.client, smallest)
+        buffers: list[Any] = []  # handed on only when nothing can fail any more
+        with io.BytesIO() as file:
+            _RayPickler(file, packer, protocol, buffers.append).dump(obj)
+            data = file.getvalue()
         try:
-            _commit(here, packer, place)
+            if packer.used:
+                _commit(here, packer, place)
         except (StoreError, OSError) as e:
+            if retry and isinstance(e, BrokerDiedError):
+                continue  # there is another one by now, and nothing of this was kept
             count("fallbacks")
             count(f"fallbacks:{type(e).__name__}")
             _warn_once(type(e), e)
             return None
-        if place.kind == "return":
+        if packer.used and place.kind == "return":
             buffers.append(_filler())
-    for b in buffers:
-        buffer_callback(b)
-    return data
+        for b in buffers:
+            buffer_callback(b)
+        return data
+    return None
 
 
 @functools.cache
@@ -165,7 +170,9 @@ def _filler() -> pickle.PickleBuffer:
 def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
     """Copies what the packer took, and binds it and what it passes on to the life of the value."""
     segments, foreign = packer.segments, list(packer.foreign)
-    lease = here.client.create(packer.id, segments.nbytes, here.config.put_timeout_s) if segments.parts else None
+    lease = None
+    if segments.parts:
+        lease = here.client.create(packer.id, segments.nbytes, here.config.put_timeout_s, _note(place))
     if place.kind == "return":
         claim = (pool.KIND_RETURN, place.task, False)
     else:
@@ -184,6 +191,14 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
     count("routed")
     count("bytes_copied", sum(n for _, _, n in segments.parts))
     count("bytes_passed_on", packer.bytes_passed_on)
+
+
+def _note(place: Place) -> str:
+    """Where a value comes from, for people."""
+    if place.kind.startswith("return"):
+        runs = ray_worker.global_worker.core_worker.get_current_task_name()
+        return f"{place.kind}: {runs}"
+    return f"{place.kind} at {call_site()}"
 
 
 _warned: set[type] = set()

@@ -15,7 +15,7 @@ from ray._private import worker as ray_worker
 
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
-from mooncake_ray.errors import BrokerDiedError, ConfigError, ObjectLostError
+from mooncake_ray.errors import ConfigError, ObjectLostError, StoreError
 from mooncake_ray.objects.counters import count
 from mooncake_ray.objects.lifetime import Lifetimes
 from mooncake_ray.store import node
@@ -27,11 +27,15 @@ logger = logging.getLogger("mooncake_ray")
 
 
 class Session:
-    """The pool client and the claims of this process."""
+    """The pool client and the claims of this process. They outlive a broker: what it had spilled is this session's again at the next."""
 
     def __init__(self, client: pool.Client, worker: Any, config: Config, key: tuple[int, str]) -> None:
         self.client, self.worker, self.config, self.key = client, worker, config, key
-        self.lifetimes = Lifetimes(client, worker)
+        self.lifetimes = Lifetimes(client, worker, current)
+
+    def renew(self, client: pool.Client) -> None:
+        self.client = client
+        self.lifetimes.renew(client)
 
 
 _lock = threading.RLock()
@@ -73,17 +77,27 @@ def _open(worker: Any) -> Session | None:
         if _session is not None and _session.client.usable and _session.key == key:
             return _session
         settings = config()
+        before = _session if _session is not None and _session.key == key else None
+        raylet = _pid_behind(worker.node.raylet_socket_name)
+        if before is not None and not raylet:
+            return None  # the broker went because Ray goes
+        job = worker.core_worker.get_current_job_id()
         try:
             client = node.connect(
                 node.broker_name(key[1]),
                 settings,
-                watch_pid=_pid_behind(worker.node.raylet_socket_name),
+                watch_pid=raylet,
                 log=os.path.join(worker.node.get_logs_dir_path(), "mooncake_ray_broker.err"),
+                group="" if job.is_nil() else f"job {job.hex()}",
+                before=before.client if before else None,
             )
-        except (BrokerDiedError, ConfigError, OSError) as e:
+        except (StoreError, ConfigError, OSError) as e:
             _refused = key
             logger.warning("mooncake_ray: no pool on this node, Ray's own object store is used: %s", e)
             return None
+        if before is not None:
+            before.renew(client)
+            return before
         _session = Session(client, worker, settings, key)
         return _session
 

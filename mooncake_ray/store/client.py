@@ -16,6 +16,7 @@ from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.errors import ObjectLostError, ObjectNotFoundError, StoreError, StoreFullError
 from mooncake_ray.store import node
+from mooncake_ray.store.callsite import call_site
 from mooncake_ray.store.packing import Here, Packer, Region
 
 __all__ = ["ObjectKey", "Store"]
@@ -79,7 +80,7 @@ class Store:
             return client
         with self._lock:
             if not self._client.usable:
-                self._client = node.connect(self._name, self.config)
+                self._client = node.connect(self._name, self.config, before=self._client)
             return self._client
 
     def put(self, value: Any, timeout_s: float | None = None) -> ObjectKey:
@@ -137,7 +138,8 @@ class Store:
     def create(self, nbytes: int, timeout_s: float | None = None) -> pool.Lease:
         """A writable, unsealed object of `nbytes` bytes. `publish` it, or let it go and the memory returns."""
         client = self.client
-        return client.create(client.new_id(), nbytes, self.config.put_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self.config.put_timeout_s if timeout_s is None else timeout_s
+        return client.create(client.new_id(), nbytes, timeout_s, f"put at {call_site()}")
 
     def publish(self, lease: pool.Lease) -> ObjectKey:
         """Seals a lease: from now on others can read it, and nobody can write it."""

@@ -6,20 +6,24 @@ cannot bind, and connects. The name carries the user, so users do not meet.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.errors import BrokerDiedError
+from mooncake_ray.machine import machine_bytes, numa_nodes
 
-__all__ = ["broker_name", "connect"]
+__all__ = ["broker_name", "connect", "spill_directory"]
 
 _ADDRESS_IN_USE = 17  # exit status of mooncake-broker: another one serves the name
 _RETRY_S = 0.01
+_UNLIMITED = 1 << 60  # bytes
 _NAME_BYTES = 100  # sun_path has 108
 
 
@@ -31,26 +35,39 @@ def broker_name(scope: str) -> str:
     return name
 
 
+def spill_directory(name: str, config: Config) -> str:
+    """Where the broker of that name spills to; "" for nowhere. Only exists once something was spilled."""
+    if config.spill_dir == "off":
+        return ""
+    root = config.spill_dir or tempfile.gettempdir()
+    return os.path.join(root, f"mooncake_ray-{os.geteuid()}", hashlib.sha256(name.encode()).hexdigest()[:16])
+
+
 def process_label() -> str:
     """What StoreFullError and `stats` call this process."""
     return Path(sys.argv[0] or "python").name[:64]
 
 
-def connect(name: str, config: Config, *, watch_pid: int = 0, log: str | None = None) -> pool.Client:
+def connect(
+    name: str, config: Config, *, watch_pid: int = 0, log: str | None = None, group: str = "", before: pool.Client | None = None
+) -> pool.Client:
     """Opens a session with the broker that serves `name`, starting one if there is none.
 
     Args:
         name: From `broker_name`.
         watch_pid: The broker exits when this process does. 0: only when nobody has used it for `config.linger_s`.
         log: File for the broker's complaints; None drops them.
+        group: Whose quota counts for what this process puts.
+        before: This process's client of the broker that died.
 
     Raises:
         BrokerDiedError: no broker answered within `config.start_timeout_s`.
+        BrokerMismatchError: what answers is of another version of this package, or another user's process.
     """
     deadline = time.monotonic() + config.start_timeout_s
     while True:
         try:
-            return pool.Client.connect(name, process_label())
+            return pool.Client.connect(name, process_label(), group, before)
         except BrokerDiedError as e:
             if time.monotonic() > deadline:
                 raise BrokerDiedError(f"no broker for {name!r} within {config.start_timeout_s} s: {e}") from e
@@ -65,10 +82,20 @@ def _start(name: str, config: Config, watch_pid: int, log: str | None) -> bool:
         str(program),
         *("--name", name),
         *("--capacity", str(config.pool_bytes)),
+        *("--most", str(machine_bytes())),
         *("--prefault", str(config.prefault_bytes)),
         *("--watch-pid", str(watch_pid)),
         *("--linger", str(config.linger_s)),
+        *("--arena", str(config.arena_bytes or config.pool_bytes)),
+        *("--huge-pages", config.huge_pages),
+        *("--quota", str(config.quota_bytes)),
     ]
+    nodes = numa_nodes() if config.numa == "auto" else []
+    if len(nodes) > 1:
+        command += ["--numa-nodes", ",".join(map(str, nodes))]
+    if spill := spill_directory(name, config):
+        command += ["--spill-dir", spill, "--spill-limit", str(config.spill_bytes or _UNLIMITED)]
+        command += ["--spill-high", str(config.spill_high), "--spill-low", str(config.spill_low)]
     with open(log or os.devnull, "ab") as sink:
         try:
             code = subprocess.run(

@@ -12,15 +12,27 @@
 
 namespace mcr {
 
+enum class HugePages {
+  kAuto,     // transparent ones where the machine allows them for shared memory
+  kHugetlb,  // reserved ones of 2 MiB, or none of it
+  kNever,
+};
+
 class Arena {
  public:
-  Arena(uint64_t bytes, uint64_t step);
+  static constexpr uint64_t kHugePage = 2 << 20;  // bytes
+
+  // `node`: NUMA node whose memory is preferred; -1: the kernel chooses. Throws std::system_error.
+  Arena(uint64_t bytes, uint64_t step, HugePages pages, int node);
   ~Arena();
   Arena(const Arena&) = delete;
 
   uint64_t size() const { return size_; }
+  std::byte* data() const { return map_.data(); }
   int rw_fd() const { return fd_.get(); }
   int ro_fd() const { return ro_.get(); }
+  HugePages pages() const { return pages_; }  // what it has: kAuto only where the machine allows it
+  int node() const { return node_; }
 
   // Asks the thread to populate at least that many bytes from the start. Never shrinks.
   void want(uint64_t bytes);
@@ -34,6 +46,8 @@ class Arena {
   void run(std::stop_token stop);
 
   const uint64_t size_, step_;
+  const HugePages pages_;
+  const int node_;
   Fd fd_, ro_, event_;
   Mapping map_;
   std::mutex mutex_;

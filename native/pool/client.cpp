@@ -5,12 +5,16 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <thread>
+
+#include "copy.h"
+#include "spill_file.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -28,14 +32,20 @@ Request request(Op op, ObjectId id = {}, const ClaimKey& key = {}, uint16_t flag
   return q;
 }
 
-// Throws BrokerGone where nobody listens any more.
+size_t whole_pages(uint64_t bytes) { return (bytes + kPageSize - 1) / kPageSize * kPageSize; }
+
 constexpr int64_t kSilence = 30'000'000'000;  // ns after which a broker that owes an answer is taken for dead
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+std::atomic<size_t> everywhere{0};
+
+// Throws BrokerGone where nobody listens any more.
 Fd dial(const std::string& name) {
   try {
     Fd fd = connect_abstract(name);
+    pid_t pid;
+    if (!same_user(fd.get(), &pid)) throw BrokerForeign("the socket \"" + name + "\" is another user's (its process is " + std::to_string(pid) + ")");
     const timeval silence{kSilence / 1'000'000'000, 0};
     for (int direction : {SO_RCVTIMEO, SO_SNDTIMEO})
       if (::setsockopt(fd.get(), SOL_SOCKET, direction, &silence, sizeof silence)) throw_errno("setsockopt");
@@ -69,7 +79,7 @@ bool (*Client::interrupted)() = nullptr;
 
 // Counts as a live view while a call is under way, so that close() does not take the maps from under it.
 struct Client::Hold {
-  explicit Hold(Client* client) : c(client) { ++c->live_; }
+  explicit Hold(Client* client) : c(client) { ++c->live_, ++everywhere; }
   ~Hold() {
     if (c) c->let_go();
   }
@@ -84,6 +94,7 @@ View& View::operator=(View&& o) noexcept {
     id_ = o.id_;
     data_ = std::exchange(o.data_, nullptr);
     size_ = std::exchange(o.size_, 0);
+    pinned_ = std::exchange(o.pinned_, false);
     private_ = std::move(o.private_);
     inlined_ = std::move(o.inlined_);
   }
@@ -95,50 +106,66 @@ void View::reset() {
   auto client = std::move(client_);
   const std::byte* base = std::exchange(data_, nullptr);
   size_ = 0;
-  if (!inlined_.empty()) return;
-  client->unpin(id_, base);  // forget the range before its addresses can be used again
+  if (std::exchange(pinned_, false)) client->unpin(id_, base);  // forget the range before its addresses can be used again
   private_ = Mapping();
 }
 
-std::shared_ptr<Client> Client::connect(const std::string& name, const std::string& label) {
+std::shared_ptr<Client> Client::connect(const std::string& name, const std::string& label, const std::string& group, const Client* before) {
   std::shared_ptr<Client> c(new Client);
   c->name_ = name;
   c->pid_ = ::getpid();
   Fd fd = dial(name);
   Request q = request(Op::kHello);
   q.size = kProtocolVersion;
-  q.count = uint32_t(std::min<size_t>(label.size(), 256));
+  if (before && before->pid_ == c->pid_) q.id = {before->session_, before->next_};
+  const std::string names = label.substr(0, 256) + '\0' + group.substr(0, 256);
+  q.count = uint32_t(names.size());
   Fd self = pidfd_of(c->pid_);
   const int one[] = {self.get()};
-  if (send_message(fd.get(), &q, sizeof q, label.data(), q.count, {one, self ? 1u : 0u})) throw BrokerGone("the broker hung up on hello");
+  if (send_message(fd.get(), &q, sizeof q, names.data(), names.size(), {one, self ? 1u : 0u})) throw BrokerGone("the broker hung up on hello");
   std::vector<std::byte> buf(kMaxMessage);
-  ssize_t n = recv_message(fd.get(), buf.data(), buf.size());
+  const ssize_t n = recv_message(fd.get(), buf.data(), buf.size());
   Reply r;
   if (n < ssize_t(sizeof r)) throw BrokerGone("the broker hung up on hello");
   std::memcpy(&r, buf.data(), sizeof r);
   if (Status(r.status) != Status::kOk || r.count != sizeof c->pool_id_)
-    throw BrokerGone(std::string(reinterpret_cast<char*>(buf.data()) + sizeof r, size_t(n) - sizeof r));
+    throw BrokerForeign(std::string(reinterpret_cast<char*>(buf.data()) + sizeof r, size_t(n) - sizeof r));
   std::memcpy(c->pool_id_, buf.data() + sizeof r, sizeof c->pool_id_);
   c->session_ = r.aux;
+  if (before && before->session_ == c->session_) c->next_ = before->next_.load();
   c->capacity_ = r.size;
-  for (uint64_t a = 0, count = r.arena; a < count; ++a) {
-    std::vector<Fd> fds;
-    n = recv_message(fd.get(), buf.data(), buf.size(), &fds);
-    if (n < ssize_t(sizeof r) || fds.size() != 2) throw BrokerGone("the broker sent no arena");
-    std::memcpy(&r, buf.data(), sizeof r);
-    auto m = std::make_unique<ArenaMap>();
-    m->rw = Mapping(fds[0].get(), 0, r.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE);
-    m->ro = Mapping(fds[1].get(), 0, r.size, PROT_READ, MAP_SHARED | MAP_NORESERVE);
-    ::madvise(m->rw.data(), r.size, MADV_DONTFORK);  // a child must not write into its parent's leases
-    ::madvise(m->rw.data(), r.size, MADV_HUGEPAGE);
-    ::madvise(m->ro.data(), r.size, MADV_HUGEPAGE);
-    m->ro_fd = std::move(fds[1]);
-    c->arenas_.push_back(std::move(m));
-  }
+  c->many_nodes_ = r.offset > 1;
   c->post_ = std::move(fd);
   c->checkin(c->checkout());  // a second socket serves calls
   c->wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!c->wake_) throw_errno("eventfd");
   return c;
+}
+
+std::shared_ptr<Client::ArenaMap> Client::arena(uint64_t index) {
+  {
+    std::lock_guard lock(arenas_mutex_);
+    if (index < arenas_.size() && arenas_[index]) return arenas_[index];
+  }
+  Request q = request(Op::kArena);
+  q.size = index;
+  std::vector<Fd> fds;
+  const Reply r = call(q, nullptr, 0, nullptr, &fds);
+  if (Status(r.status) != Status::kOk || fds.size() != 2) gone("the broker did not give an arena of its own");
+  auto m = std::make_shared<ArenaMap>();
+  m->rw = Mapping(fds[0].get(), 0, r.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE);
+  m->ro = Mapping(fds[1].get(), 0, r.size, PROT_READ, MAP_SHARED | MAP_NORESERVE);
+  m->hugetlb = r.aux;
+  ::madvise(m->rw.data(), r.size, MADV_DONTFORK);  // a child must not write into its parent's leases
+  if (!m->hugetlb) {
+    ::madvise(m->rw.data(), r.size, MADV_HUGEPAGE);
+    ::madvise(m->ro.data(), r.size, MADV_HUGEPAGE);
+  }
+  m->ro_fd = std::move(fds[1]);
+  std::lock_guard lock(arenas_mutex_);
+  if (index >= arenas_.size()) arenas_.resize(index + 1);
+  if (!arenas_[index]) arenas_[index] = std::move(m);  // another thread may have been faster, and its addresses are in use
+  return arenas_[index];
 }
 
 Client::~Client() {
@@ -185,7 +212,7 @@ void Client::checkin(Fd fd) {
   idle_.push_back(std::move(fd));
 }
 
-Reply Client::call(Request q, const void* body, size_t len, std::string* text) {
+Reply Client::call(Request q, const void* body, size_t len, std::string* text, std::vector<Fd>* fds) {
   check_process();
   // Calls and one-way messages go by different sockets. A call must not overtake what this thread sent before.
   const uint64_t posted = posted_;
@@ -208,7 +235,7 @@ Reply Client::call(Request q, const void* body, size_t len, std::string* text) {
   const int64_t sent = now_ns();
   ssize_t n;
   for (;;) {
-    n = recv_message(fd.get(), buf, room, nullptr, 0, q.timeout_ns != 0);
+    n = recv_message(fd.get(), buf, room, fds, 0, q.timeout_ns != 0);
     const bool may_wait = q.timeout_ns < 0 || now_ns() - sent < q.timeout_ns;
     if (n == -EAGAIN && may_wait) continue;
     if (n == -EAGAIN) gone("the broker does not answer");
@@ -219,7 +246,7 @@ Reply Client::call(Request q, const void* body, size_t len, std::string* text) {
     if (recv_message(fd.get(), buf, room, nullptr, MSG_DONTWAIT) >= ssize_t(sizeof r)) {  // it has answered already
       std::memcpy(&r, buf, sizeof r);
       if (Status(r.status) == Status::kOk && q.op == uint16_t(Op::kCreate)) post(request(Op::kAbort, q.id));
-      if (Status(r.status) == Status::kOk && q.op == uint16_t(Op::kGet)) post_release(q.id);
+      if ((Status(r.status) == Status::kOk || Status(r.status) == Status::kOnDisk) && q.op == uint16_t(Op::kGet)) post_release(q.id);
     }
     throw Interrupted();
   }
@@ -319,7 +346,10 @@ void Client::unpin(ObjectId id, const std::byte* base) noexcept {
   let_go();
 }
 
+size_t Client::live_everywhere() { return everywhere; }
+
 void Client::let_go() noexcept {
+  --everywhere;
   if (live_.fetch_sub(1) == 1 && closing_) close();
 }
 
@@ -335,24 +365,38 @@ void Client::close() {
   }
   std::lock_guard lock(sockets_mutex_);
   idle_.clear();
-  if (!warming_) arenas_.clear();
+  {
+    std::lock_guard maps(arenas_mutex_);
+    arenas_.clear();
+  }
   const uint64_t one = 1;
   [[maybe_unused]] auto n = ::write(wake_.get(), &one, sizeof one);
 }
 
 // ---- calls
 
-Client::Answer Client::create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where) {
+Client::Answer Client::create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where, std::string_view note) {
+  note = note.substr(0, kNoteMax);
   Request q = request(Op::kCreate, id);
   q.size = bytes;
   q.timeout_ns = timeout_ns;
+  q.count = uint32_t(note.size());
+  unsigned node;
+  if (many_nodes_ && !::syscall(SYS_getcpu, nullptr, &node, nullptr)) q.key.kind = node + 1;
   std::string text;
   Hold hold(this);
-  const Reply r = call(q, nullptr, 0, &text);
+  const Reply r = call(q, note.data(), note.size(), &text);
   if (Status(r.status) == Status::kOk) {
+    std::shared_ptr<ArenaMap> a;
+    try {
+      a = arena(r.arena);
+    } catch (...) {
+      post(request(Op::kAbort, id));
+      throw;
+    }
     hold.keep();
-    *where = arenas_.at(r.arena)->rw.data() + r.offset;
-    if (bytes >= (1 << 20)) warm(r.aux);
+    *where = a->rw.data() + r.offset;
+    if (bytes >= (1 << 20)) warm(std::move(a), r.aux);
   }
   return {Status(r.status), std::move(text)};
 }
@@ -388,33 +432,60 @@ Status Client::get(ObjectId id, int64_t timeout_ns, bool writable, View* out) {
   Request q = request(Op::kGet, id);
   q.timeout_ns = timeout_ns;
   std::string text;
+  std::vector<Fd> fds;
   Hold hold(this);
-  const Reply r = call(q, nullptr, 0, &text);
-  if (Status(r.status) != Status::kOk && Status(r.status) != Status::kInline) return Status(r.status);
+  const Reply r = call(q, nullptr, 0, &text, &fds);
+  const Status status = Status(r.status);
+  if (status != Status::kOk && status != Status::kInline && status != Status::kOnDisk) return status;
   View v;
   v.client_ = shared_from_this();
   v.id_ = id;
   v.size_ = r.size;
-  if (Status(r.status) == Status::kInline) {
+  if (status == Status::kInline) {
     const auto* bytes = reinterpret_cast<const std::byte*>(text.data());
     v.inlined_.reserve(text.size() + 1);
     v.inlined_.assign(bytes, bytes + text.size());
     v.inlined_.push_back({});
     v.data_ = v.inlined_.data();
-  } else {
-    hold.keep();  // from here on, an exception unpins as `v` dies
-    ArenaMap& a = *arenas_.at(r.arena);
-    const std::byte* data = a.ro.data() + r.offset;
-    if (writable && r.size) {
-      const size_t pages = (r.size + kPageSize - 1) / kPageSize * kPageSize;
-      v.private_ = Mapping(a.ro_fd.get(), r.offset, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE);
-      data = v.private_.data();
-    }
-    note(data, r.size, id, writable);
-    v.data_ = data;
+    *out = std::move(v);
+    return Status::kOk;
   }
+  v.pinned_ = true;
+  hold.keep();  // from here on, an exception unpins as `v` dies
+  if (status == Status::kOnDisk) {
+    if (fds.size() != 1) gone("the broker did not give its spill file");
+    if (!own_copy(&v, r, nullptr, fds[0].get())) return Status::kDamaged;
+    *out = std::move(v);
+    return Status::kOk;
+  }
+  const auto a = arena(r.arena);
+  const std::byte* data = a->ro.data() + r.offset;
+  if (writable && a->hugetlb) {
+    own_copy(&v, r, data, -1);
+    *out = std::move(v);
+    return Status::kOk;
+  }
+  if (writable && r.size) {
+    v.private_ = Mapping(a->ro_fd.get(), r.offset, whole_pages(r.size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE);
+    data = v.private_.data();
+  }
+  note(data, r.size, id, writable);
+  v.data_ = data;
   *out = std::move(v);
   return Status::kOk;
+}
+
+// Fills a view with bytes of this process's own, and lets the pool's go. False: they cannot be read.
+bool Client::own_copy(View* v, const Reply& r, const std::byte* from, int file) {
+  Mapping copy(-1, 0, std::max(whole_pages(r.size), kPageSize), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
+  const Segment all[] = {{copy.data(), from, r.size}};
+  if (from) copy_segments(all);
+  else if (!read_fully(file, copy.data(), whole_pages(r.size), r.offset).empty()) return false;
+  v->private_ = std::move(copy);
+  v->data_ = v->private_.data();
+  v->pinned_ = false;
+  unpin(v->id_, nullptr);
+  return true;
 }
 
 std::string Client::wait(const std::vector<ObjectId>& ids, size_t want, int64_t timeout_ns) {
@@ -432,6 +503,23 @@ std::string Client::stats() {
   std::string text;
   call(request(Op::kStats), nullptr, 0, &text);
   return text;
+}
+
+std::string Client::inspect() {
+  std::vector<Fd> fds;
+  const Reply r = call(request(Op::kStats, {}, {}, kDetail), nullptr, 0, nullptr, &fds);
+  std::string text(r.size, '\0');
+  if (Status(r.status) != Status::kOk || fds.size() != 1 || !read_fully(fds[0].get(), reinterpret_cast<std::byte*>(text.data()), text.size(), 0).empty())
+    throw std::runtime_error("the broker has no memory for its report");
+  return text;
+}
+
+Client::Answer Client::grow(uint64_t capacity) {
+  Request q = request(Op::kGrow);
+  q.size = capacity;
+  std::string text;
+  const Reply r = call(q, nullptr, 0, &text);
+  return {Status(r.status), std::move(text)};
 }
 
 // ---- events
@@ -490,19 +578,19 @@ std::optional<Client::Located> Client::locate(const void* data, size_t bytes) {
 
 // A page that this process never touched costs it a fault at the first write, even where the broker has populated it. A process that puts
 // large objects takes those faults on a thread, ahead of its copies.
-void Client::warm(uint64_t bytes) {
-  if (bytes <= warmed_ || warming_.exchange(true)) return;
+void Client::warm(std::shared_ptr<ArenaMap> arena, uint64_t bytes) {
+  if (bytes <= arena->warmed || arena->warming.exchange(true)) return;
   try {
-    std::thread([self = shared_from_this(), bytes] {
+    std::thread([self = shared_from_this(), arena, bytes] {
       constexpr uint64_t kStep = 2 << 20;  // bytes: holds the lock of the address space for some 100 us
-      for (uint64_t at = self->warmed_; at < bytes && !self->closing_; at += kStep) {
-        if (::madvise(self->arenas_[0]->rw.data() + at, std::min(kStep, bytes - at), MADV_POPULATE_WRITE)) break;
-        self->warmed_ = std::min(at + kStep, bytes);
+      for (uint64_t at = arena->warmed; at < bytes && !self->closing_; at += kStep) {
+        if (::madvise(arena->rw.data() + at, std::min(kStep, bytes - at), MADV_POPULATE_WRITE)) break;
+        arena->warmed = std::min(at + kStep, bytes);
       }
-      self->warming_ = false;
+      arena->warming = false;
     }).detach();
   } catch (const std::system_error&) {
-    warming_ = false;  // no thread to be had: the copies take the faults
+    arena->warming = false;  // no thread to be had: the copies take the faults
   }
 }
 

@@ -12,6 +12,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "unix.h"
@@ -23,12 +24,17 @@ namespace mcr {
 struct BrokerGone : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+// Something serves the name that must not be talked to: a broker of another version, or another user.
+struct BrokerForeign : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 // `interrupted` said so while a call was waiting.
 struct Interrupted : std::exception {};
 
 class Client;
 
-// What a get returns. Frees its map and unpins when it dies; outlives the broker and the client's close().
+// What a get returns. Frees its map and unpins when it dies; outlives the broker and the client's close(). What came from the disk, or from
+// reserved huge pages to be written, is a copy of this process's own, and pins nothing.
 class View {
  public:
   View() = default;
@@ -46,14 +52,17 @@ class View {
   ObjectId id_;
   const std::byte* data_ = nullptr;
   size_t size_ = 0;
+  bool pinned_ = false;
   Mapping private_;
   std::vector<std::byte> inlined_;  // with one byte more than the object, so that it is empty only for objects in an arena
 };
 
 class Client : public std::enable_shared_from_this<Client> {
  public:
-  // Throws BrokerGone when nobody serves the name, std::system_error for what the kernel refuses.
-  static std::shared_ptr<Client> connect(const std::string& name, const std::string& label);
+  // Throws BrokerGone when nobody serves the name, BrokerForeign, and std::system_error for what the kernel refuses. `group`: whose quota
+  // its objects count against. `before`: this process's client of the broker that died; if the new one knows its session, that goes on.
+  static std::shared_ptr<Client> connect(const std::string& name, const std::string& label, const std::string& group = {},
+                                         const Client* before = nullptr);
   ~Client();
 
   // Asked when a signal arrives during a call that waits; true ends the call with Interrupted. Set once, before the first client.
@@ -69,12 +78,14 @@ class Client : public std::enable_shared_from_this<Client> {
     Status status;
     std::string text;
   };
-  Answer create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where);
+  Answer create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where, std::string_view note = {});
   Status seal(ObjectId id, const ClaimKey& key, bool handover, const std::vector<ObjectId>& also);
   Status put_inline(ObjectId id, const void* data, size_t bytes, const ClaimKey& key, bool handover);
   Status get(ObjectId id, int64_t timeout_ns, bool writable, View* out);
   std::string wait(const std::vector<ObjectId>& ids, size_t want, int64_t timeout_ns);  // a byte an id: 1 where readable
   std::string stats();
+  std::string inspect();          // with a row an object: of any length
+  Answer grow(uint64_t capacity);  // lets the pool have that many bytes (it never shrinks); kTooLarge
 
   // One-way: never block, never throw; nothing to do for a broker that is gone.
   void abort(ObjectId id) noexcept;
@@ -95,6 +106,7 @@ class Client : public std::enable_shared_from_this<Client> {
   std::optional<Located> locate(const void* data, size_t bytes);
 
   size_t live() const { return live_.load(); }  // views and leases
+  static size_t live_everywhere();              // of all clients of this process
   void close();                                 // the session ends when the last view and lease are gone
 
  private:
@@ -102,6 +114,9 @@ class Client : public std::enable_shared_from_this<Client> {
   struct ArenaMap {
     Fd ro_fd;
     Mapping rw, ro;
+    bool hugetlb = false;
+    std::atomic<uint64_t> warmed{0};
+    std::atomic<bool> warming{false};
   };
   struct Range {
     size_t bytes;
@@ -113,7 +128,9 @@ class Client : public std::enable_shared_from_this<Client> {
   Client() = default;
   Fd checkout();
   void checkin(Fd fd);
-  Reply call(Request q, const void* body, size_t len, std::string* text);
+  Reply call(Request q, const void* body = nullptr, size_t len = 0, std::string* text = nullptr, std::vector<Fd>* fds = nullptr);
+  std::shared_ptr<ArenaMap> arena(uint64_t index);
+  bool own_copy(View* v, const Reply& r, const std::byte* from, int file);
   struct Hold;
   void post(const Request& q, const void* body = nullptr, size_t len = 0) noexcept;
   void post_release(ObjectId id) noexcept;
@@ -125,14 +142,16 @@ class Client : public std::enable_shared_from_this<Client> {
   void note(const std::byte* base, size_t bytes, ObjectId id, bool writable);
   void unpin(ObjectId id, const std::byte* base) noexcept;
   void let_go() noexcept;
-  void warm(uint64_t bytes);
+  void warm(std::shared_ptr<ArenaMap> arena, uint64_t bytes);
 
   std::string name_;
   pid_t pid_ = 0;
   SessionId session_ = 0;
   uint64_t capacity_ = 0;
   uint8_t pool_id_[16] = {};
-  std::vector<std::unique_ptr<ArenaMap>> arenas_;
+  bool many_nodes_ = false;
+  std::mutex arenas_mutex_;
+  std::vector<std::shared_ptr<ArenaMap>> arenas_;  // mapped when first needed
   std::atomic<uint64_t> next_{1};
   std::atomic<size_t> live_{0};
   std::atomic<bool> dead_{false}, closing_{false};
@@ -149,8 +168,6 @@ class Client : public std::enable_shared_from_this<Client> {
   Fd events_, wake_;  // wake_: close() tells next_event
   std::mutex ranges_mutex_;
   std::map<const std::byte*, Range> ranges_;
-  std::atomic<uint64_t> warmed_{0};
-  std::atomic<bool> warming_{false};
 };
 
 }  // namespace mcr

@@ -56,8 +56,7 @@ void PageAllocator::unlink(Node n) {
   free_ -= r.pages;
 }
 
-void PageAllocator::extend(uint64_t pages) {
-  if (!pages) return;
+PageAllocator::Node PageAllocator::append(uint64_t pages) {
   const Node n = make();
   Rec& r = recs_[n];
   r.first = total_;
@@ -67,7 +66,11 @@ void PageAllocator::extend(uint64_t pages) {
   if (last_ != kNil) recs_[last_].right = n;
   last_ = n;
   total_ += pages;
-  free(n);
+  return n;
+}
+
+void PageAllocator::extend(uint64_t pages) {
+  if (pages) free(append(pages));
 }
 
 std::optional<PageAllocator::Extent> PageAllocator::allocate(uint64_t pages) {

@@ -25,6 +25,8 @@ class PageAllocator {
 
   // Adds `pages` free pages at the end of the managed range.
   void extend(uint64_t pages);
+  // Adds `pages` pages at the end of the managed range, allocated.
+  Node append(uint64_t pages);
   std::optional<Extent> allocate(uint64_t pages);
   void free(Node node);
 

@@ -8,10 +8,11 @@
 
 namespace mcr {
 
-constexpr uint32_t kProtocolVersion = 1;
+constexpr uint32_t kProtocolVersion = 2;
 constexpr size_t kMaxMessage = 64 << 10;   // bytes; a longer message is a protocol error
 constexpr size_t kInlineMax = 8 << 10;     // bytes; objects up to this size travel inside the message
 constexpr size_t kPageSize = 4096;         // allocation granule
+constexpr size_t kNoteMax = 256;           // bytes of an object's note: where it was put from
 
 using SessionId = uint64_t;
 
@@ -37,20 +38,23 @@ struct ClaimKey {
 };
 
 enum class Op : uint16_t {
-  kHello = 1,  // + pidfd by SCM_RIGHTS; reply carries the session and is followed by one kArena reply an arena
+  kHello = 1,  // + pidfd by SCM_RIGHTS; `size` is the protocol version, `id` {the session to go on with after a broker's death or 0, its
+               // next counter}, the body label '\0' group. The reply carries the session and the number of arenas
   kAttach,     // a further socket of the session `id`
-  kCreate,     // lease `size` bytes as `id`; waits in FIFO order for at most timeout_ns
+  kArena,      // reply carries the descriptors, read-write and read-only, of the arena number `size`
+  kGrow,       // let the pool have `size` bytes in all; never less than now
+  kCreate,     // lease `size` bytes as `id`; waits in FIFO order for at most timeout_ns. The body is its note; key.kind the NUMA node + 1
   kSeal,       // make `id` (if not nil) readable, and claim it and the ids that follow for `key`
   kAbort,      // one-way: give the lease back
   kPutInline,  // `id` with the bytes that follow (<= kInlineMax), claimed for `key`
-  kGet,        // pin `id`; waits for its seal for at most timeout_ns
+  kGet,        // pin `id`; waits for its seal for at most timeout_ns. kOnDisk: read it yourself, then release it
   kRelease,    // one-way: unpin the ids that follow
   kUnclaim,    // one-way: `key` is gone
   kDelete,     // one-way: free the ids that follow whatever claims them; their pins keep the bytes until released
   kAdopt,      // one-way: this session answers for `key`
   kDisown,     // one-way: this session does not; flag kMine: it did, and the key is gone
   kWait,       // reply when `size` of the ids that follow are readable, or at the deadline
-  kStats,      // reply carries JSON
+  kStats,      // reply carries JSON; flag kDetail: in a file, which the reply carries
   kBye,        // one-way: the client dropped every view and lease
   kLast = kBye
 };
@@ -61,14 +65,29 @@ enum Flag : uint16_t {
   kEvents = 4,    // with kAttach: this socket only carries events, from the broker to the client
   kOneWay = 8,    // with kSeal: no reply. Whoever gets the object meanwhile waits for the seal
   kAfter = 16,    // with what has a reply: first deal with the one-way messages on the session's first socket
+  kDetail = 32,   // with kStats
 };
 
-enum class Status : uint16_t { kOk = 0, kFull, kTooLarge, kExists, kMissing, kTimeout, kInline, kBad, kArena };
+enum class Status : uint16_t {
+  kOk = 0,
+  kFull,
+  kTooLarge,
+  kExists,
+  kMissing,
+  kTimeout,
+  kInline,
+  kBad,
+  kLost,     // it was of a broker that died, and was not on disk, or was freed before
+  kDamaged,  // it is on disk, which does not give it back
+  kOnDisk,   // it is in the spill file, whose descriptor the reply carries, at `offset`
+  kQuota,    // no room for this session's group. In a reply: kFull
+  kWait,     // not yet. Never in a reply
+};
 
 struct Request {
   uint16_t op = 0;
   uint16_t flags = 0;
-  uint32_t count = 0;  // ids that follow, or bytes with kPutInline and kHello (the client's label)
+  uint32_t count = 0;  // ids that follow, or bytes with kHello, kCreate and kPutInline
   ObjectId id;
   uint64_t size = 0;
   int64_t timeout_ns = 0;  // < 0: no deadline

@@ -569,7 +569,7 @@ TEST(a_forked_child_is_no_client_until_it_connects) {
 
 // A broker in a process of its own, which can be stopped.
 ROLE(broker) {
-  Broker broker({args[0], std::stoull(args[1]), std::stoull(args[1]), 0, 1e6, 1e6});
+  Broker broker(harness::config(args[0], std::stoull(args[1])));
   say("serving");
   broker.run();
   return 0;
@@ -612,7 +612,6 @@ TEST(events_of_a_dead_session_do_not_hit_a_new_one_with_its_descriptors) {
     broker.signal(SIGCONT);
     for (Wire& w : newcomers) {
       w.session = w.receive().aux;
-      w.receive();
     }
     for (Wire& w : newcomers) CHECK_EQ(w.ask(request(Op::kCreate, {w.session, 1}, 10, -1)), Status::kOk);
     std::string stats;
@@ -872,7 +871,7 @@ TEST(one_broker_a_name) {
   BrokerThread b(4 * kMiB);
   bool taken = false;
   try {
-    Broker second({b.name, 4 * kMiB, 0});
+    Broker second(harness::config(b.name, 4 * kMiB));
   } catch (const std::system_error& e) {
     taken = e.code().value() == EADDRINUSE;
   }
@@ -927,7 +926,9 @@ TEST(a_broker_leaves_with_the_process_it_watches) {
 
 TEST(memory_is_populated_as_it_is_needed) {
   const std::string name = harness::random_name();
-  Broker broker({name, 200 * kMiB, kMiB, 0, 1e6, 1e6});
+  BrokerConfig config = harness::config(name, 200 * kMiB);
+  config.prefault = kMiB;
+  Broker broker(config);
   std::thread loop([&] { broker.run(); });
   ClientPtr c = Client::connect(name, "x");
   UNTIL(stat(*c, "populated_bytes") > 0);

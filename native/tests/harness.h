@@ -31,11 +31,23 @@ inline std::string random_name() {
   return "mooncake_ray_test/" + std::to_string(r);
 }
 
+inline mcr::BrokerConfig config(const std::string& name, uint64_t capacity, double linger_s = 1e6, pid_t watch = 0) {
+  mcr::BrokerConfig c;
+  c.name = name;
+  c.capacity = c.prefault = capacity;
+  c.watch_pid = watch;
+  c.linger_s = linger_s;
+  c.first_wait_s = 1e6;
+  return c;
+}
+
 class BrokerThread {
  public:
+  explicit BrokerThread(const mcr::BrokerConfig& config)
+      : name(config.name), broker_(std::make_unique<mcr::Broker>(config)), thread_([this] { broker_->run(), done_ = true; }) {}
   explicit BrokerThread(uint64_t capacity, double linger_s = 1e6, std::string name = random_name(), pid_t watch = 0)
       : name(std::move(name)),
-        broker_(std::make_unique<mcr::Broker>(mcr::BrokerConfig{this->name, capacity, capacity, watch, linger_s, 1e6})),
+        broker_(std::make_unique<mcr::Broker>(config(this->name, capacity, linger_s, watch))),
         thread_([this] { broker_->run(), done_ = true; }) {}
   ~BrokerThread() { kill(); }
   std::shared_ptr<mcr::Client> client(const std::string& label = "test") { return mcr::Client::connect(name, label); }
@@ -128,15 +140,14 @@ struct Wire {
     const mcr::Reply r = receive();
     CHECK_EQ(r.status, 0);
     session = r.aux;
-    for (uint64_t a = 0; a < r.arena; ++a) {
-      std::vector<mcr::Fd> fds;
-      const mcr::Reply arena = receive(nullptr, &fds);
-      CHECK_EQ(arena.status, uint16_t(mcr::Status::kArena));
-      CHECK_EQ(fds.size(), 2u);
-      arena_bytes = arena.size;
-      rw = std::move(fds[0]);
-      ro = std::move(fds[1]);
-    }
+    std::vector<mcr::Fd> fds;
+    CHECK(!send(request(mcr::Op::kArena)));
+    const mcr::Reply arena = receive(nullptr, &fds);
+    CHECK_EQ(arena.status, 0);
+    CHECK_EQ(fds.size(), 2u);
+    arena_bytes = arena.size;
+    rw = std::move(fds[0]);
+    ro = std::move(fds[1]);
   }
   void attach(mcr::SessionId s, bool events = false) {
     mcr::Request q = request(mcr::Op::kAttach, {s, 0});

@@ -73,7 +73,7 @@ struct Fixture {
     std::sort(out.begin(), out.end());
     return out;
   }
-  uint64_t stat(const char* name) const { return check::number(t.stats_json(), name); }
+  uint64_t stat(const char* name) const { return check::number(t.report(false), name); }
   bool empty() const { return t.used_bytes() == 0 && stat("free_pages") == kPages && stat("claims") == 0 && stat("orphans") == 0; }
 };
 using Asked = std::vector<SessionId>;
@@ -491,7 +491,7 @@ TEST(why_full_says_who_holds_what) {
   f.put(D, token(1), false, 10);
   f.lease(D, 2);
   CHECK_EQ(f.get(D, f.put(A, returned(1), false, 3)), Status::kOk);
-  const std::string why = f.t.why_full(5 * kPageSize);
+  const std::string why = f.t.why_full(5 * kPageSize, A);
   for (const char* part : {"need 20.0 KiB", "capacity 64.0 KiB", "used 60.0 KiB", "free 4.0 KiB (largest extent 4.0 KiB)",
                            "trainer (pid 4711) owns 48.0 KiB and reads 12.0 KiB", "returns nobody answers for yet owns 12.0 KiB"})
     if (why.find(part) == std::string::npos) check::fail(__FILE__, __LINE__, std::string("no '") + part + "' in: " + why);
@@ -500,7 +500,7 @@ TEST(why_full_says_who_holds_what) {
 TEST(a_label_cannot_break_the_statistics) {
   Fixture f;
   f.t.open_session(D, 1, "a\"b\\c\nd\xff");
-  CHECK(f.t.stats_json().find("\"label\":\"a\\\"b\\\\c?d?\"") != std::string::npos);
+  CHECK(f.t.report(false).find("\"label\":\"a\\\"b\\\\c?d?\"") != std::string::npos);
 }
 
 // ---- random operations against a model
@@ -915,7 +915,7 @@ struct Run {
       unanswered += !c.waiting.empty();
       CHECK(!c.owner || m.sessions.contains(c.owner));
     }
-    const std::string json = t.stats_json();
+    const std::string json = t.report(false);
     const uint64_t free_pages = m.populated() / kPageSize - m.used_pages();
     CHECK_EQ(t.used_bytes(), m.used_pages() * kPageSize);
     CHECK_EQ(check::number(json, "free_pages"), free_pages);

@@ -87,7 +87,6 @@ def test_environment():
         "MOONCAKE_RAY_START_TIMEOUT_S": "7",
         "MOONCAKE_RAY_LINGER_S": "1e-1",
         "MOONCAKE_RAY_ENABLED": "1",
-        "MOONCAKE_RAY_SOMETHING_ELSE": "?",
         "UNRELATED": "?",
     }
     expected = Config(

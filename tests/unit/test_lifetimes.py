@@ -65,7 +65,7 @@ def row(id):
 
 @pytest.fixture
 def kit():
-    return Lifetimes(Client(), Worker())
+    return Lifetimes(Client(), Worker(), lambda: None)
 
 
 def answers(kit, key):
