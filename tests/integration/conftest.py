@@ -87,10 +87,11 @@ class Pool:
 
 
 def run_script(text: str, *, env: dict[str, str] | None = None, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-    """Runs a program of its own; asserts that it succeeded."""
+    """Runs a program of its own, in which nothing is installed; asserts that it succeeded."""
+    plain = {name: value for name, value in os.environ.items() if name != "RAY_RUNTIME_ENV_HOOK"}
     done = subprocess.run(
         [sys.executable, "-c", text],
-        env={**os.environ, "PYTHONPATH": str(HERE), **(env or {})},
+        env={**plain, "PYTHONPATH": str(HERE), **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout,
