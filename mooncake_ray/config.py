@@ -131,4 +131,6 @@ def _refuse_unknown(given: Iterable[str], known: list[str]) -> None:
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"))
+            raise ConfigError(
+                f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}")
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import until
 
 from mooncake_ray import Config, Store
 from mooncake_ray.config import machine_bytes
@@ -27,4 +28,4 @@ def test_object_beyond_4_gib():
         assert store.stats()["used_bytes"] > 4 * GIB
         del got
         store.free([key])
-        eventually(lambda: store.stats()["used_bytes"] == 0)  # it may be on its way to the disk
+        until(lambda: store.stats()["used_bytes"] == 0)  # it may be on its way to the disk
