@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -81,16 +82,19 @@ std::string parse(int argc, char** argv, mcr::BrokerConfig* c) {
 }
 
 // Goes on in a child that has left the starter's process tree: Ray kills the children of a worker that exits, a terminal signals its
-// foreground group. The parent stays until the child serves the name (or failed to), and passes the outcome on. Returns the pipe to tell.
+// foreground group. The parent stays until the child serves the name (or failed to), and passes the outcome on: as its status, and on
+// standard output what went wrong. Returns the pipe to tell.
 mcr::Fd detach() {
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC)) mcr::throw_errno("pipe2");
   mcr::Fd from(ends[0]), to(ends[1]);
   if (const pid_t pid = ::fork(); pid > 0) {
     to.reset();
-    uint8_t outcome = 1;
-    [[maybe_unused]] auto n = ::read(from.get(), &outcome, 1);
-    ::_exit(outcome);
+    std::string told;
+    char some[512];
+    for (ssize_t n; (n = ::read(from.get(), some, sizeof some)) > 0;) told.append(some, size_t(n));
+    if (told.size() > 1) [[maybe_unused]] auto n = ::write(1, told.data() + 1, told.size() - 1);
+    ::_exit(told.empty() ? 1 : told[0]);
   } else if (pid < 0) {
     mcr::throw_errno("fork");
   }
@@ -102,8 +106,9 @@ mcr::Fd detach() {
   return to;
 }
 
-void tell(mcr::Fd& pipe, uint8_t outcome) {
-  [[maybe_unused]] auto n = ::write(pipe.get(), &outcome, 1);
+void tell(mcr::Fd& pipe, char outcome, const std::string& why = "") {
+  const std::string text = outcome + why;
+  [[maybe_unused]] auto n = ::write(pipe.get(), text.data(), text.size());
   pipe.reset();
 }
 
@@ -122,6 +127,10 @@ int main(int argc, char** argv) {
   ::signal(SIGPIPE, SIG_IGN);
   ::signal(SIGINT, SIG_IGN);
   ::prctl(PR_SET_NAME, "mooncake-broker");
+  if (rlimit files; !::getrlimit(RLIMIT_NOFILE, &files)) {  // some three descriptors a client
+    files.rlim_cur = files.rlim_max;
+    ::setrlimit(RLIMIT_NOFILE, &files);
+  }
   mcr::Fd starter;
   try {
     starter = detach();
@@ -132,8 +141,8 @@ int main(int argc, char** argv) {
   } catch (const std::exception& e) {
     const auto* se = dynamic_cast<const std::system_error*>(&e);
     const bool taken = se && se->code().value() == EADDRINUSE;
-    if (!taken) std::fprintf(stderr, "mooncake-broker: %s\n", e.what());
-    if (starter) tell(starter, taken ? kAddressInUse : 1);
+    if (starter) tell(starter, taken ? kAddressInUse : 1, taken ? "" : e.what());
+    else std::fprintf(stderr, "mooncake-broker: %s\n", e.what());
     return 1;
   }
 }

@@ -152,6 +152,20 @@ def scope() -> Iterator[Scope]:
 
 
 @pytest.fixture
+def scope_with() -> Iterator[Callable[..., Scope]]:
+    """Makes pools with settings of their own."""
+    scopes: list[Scope] = []
+
+    def make(**settings: Any) -> Scope:
+        scopes.append(Scope(**settings))
+        return scopes[-1]
+
+    yield make
+    for scope in scopes:
+        scope.close()
+
+
+@pytest.fixture
 def store(scope: Scope) -> Iterator[Any]:
     """A store. Once it is closed and its views are gone, nothing of it is left in the pool."""
     store = scope.store()

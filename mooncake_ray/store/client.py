@@ -55,7 +55,8 @@ class Store:
     """This process's view of one node-wide pool. Thread-safe; a forked child connects anew on first use.
 
     Objects belong to the store that put them: they stay until `free`, or until the process ends, and as long after as a view of them lives
-    anywhere on the node. Nothing that is not freed is ever dropped to make room.
+    anywhere on the node. Nothing that is not freed is ever dropped to make room: it goes to the disk, and comes back when it is got. Should
+    the broker be killed, what is on disk is there again with the next one, and the rest raises ObjectLostError.
     """
 
     def __init__(self, scope: str = "default", config: Config | None = None) -> None:
@@ -116,7 +117,7 @@ class Store:
 
         Raises:
             ObjectNotFoundError: freed, or never stored here.
-            ObjectLostError: the key is of another pool, whose broker is gone.
+            ObjectLostError: it went with a broker that died, or cannot be read back from the disk.
             GetTimeoutError: still being written after `timeout_s` seconds (None: no limit).
         """
         pin = self._client_of(key).get(key.id, timeout_s, True)
@@ -165,8 +166,16 @@ class Store:
         for k in keys:
             client.unclaim(pool.KIND_SELF, k.id)
 
+    def grow(self, capacity_bytes: int) -> None:
+        """Lets the pool have that many bytes, by further arenas as they are needed. It never shrinks.
+
+        Raises:
+            StoreFullError: the machine (or its cgroup) has not got that much.
+        """
+        self.client.grow(capacity_bytes)
+
     def stats(self) -> dict[str, Any]:
-        """The broker's state: bytes, pages, leases, pins, claims, and a row a session."""
+        """The broker's state: bytes, pages, leases, pins, claims, what is on disk, and a row a session."""
         return json.loads(self.client.stats())
 
     def close(self) -> None:

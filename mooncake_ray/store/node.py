@@ -98,11 +98,12 @@ def _start(name: str, config: Config, watch_pid: int, log: str | None) -> bool:
         command += ["--spill-high", str(config.spill_high), "--spill-low", str(config.spill_low)]
     with open(log or os.devnull, "ab") as sink:
         try:
-            code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, check=False, timeout=config.start_timeout_s
-            ).returncode
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=sink, check=False, timeout=config.start_timeout_s
+            )
         except subprocess.TimeoutExpired:
             raise BrokerDiedError(f"{program} did not serve {name!r} within {config.start_timeout_s} s") from None
-    if code not in (0, _ADDRESS_IN_USE):
-        raise BrokerDiedError(f"{program} exited with status {code} before it served {name!r}{f'; see {log}' if log else ''}")
-    return code == 0
+    if done.returncode not in (0, _ADDRESS_IN_USE):
+        why = done.stdout.decode(errors="replace").strip() or f"it exited with status {done.returncode}{f'; see {log}' if log else ''}"
+        raise BrokerDiedError(f"no broker could be started for {name!r}: {why}")
+    return done.returncode == 0

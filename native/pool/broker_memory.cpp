@@ -55,8 +55,9 @@ void Broker::grow() {
     add_arena(bytes, fullest);
   } catch (const std::system_error& e) {
     std::fprintf(stderr, "mooncake-broker: no further arena of %llu bytes: %s\n", static_cast<unsigned long long>(bytes), e.what());
-    table_.set_capacity(size);
+    return table_.set_capacity(size);
   }
+  grow();  // now that it is there, populate it
 }
 
 void Broker::arena_progress(int fd) {
@@ -94,7 +95,11 @@ void Broker::apply_effects() {
 
 void Broker::make_room() {
   const int64_t now = now_ns();
-  if (retry_disk_ && now >= retry_disk_) table_.spill_again(), retry_disk_ = 0;
+  if (retry_disk_ && now >= retry_disk_) {
+    retry_disk_ = 0;
+    table_.spill_again();
+    if (spill_ && !journal_) begin_journal();
+  }
   std::vector<uint32_t> seen;
   table_.make_room(0);
   for (uint64_t serial : parking_.creates()) {
@@ -105,7 +110,7 @@ void Broker::make_room() {
     table_.make_room(p.request.size, s);
     if (!table_.limits().quota) break;
   }
-  if (table_.disk_refuses() && !retry_disk_) retry_disk_ = now + kRetryDisk;
+  if ((table_.disk_refuses() || (spill_ && !journal_)) && !retry_disk_) retry_disk_ = now + kRetryDisk;
 }
 
 // Makes the directory, the file and the journal on first use.

@@ -208,7 +208,8 @@ void Broker::send_report(int fd, bool detail) {
                            number("waiting_gets", parking_.count(Op::kGet)) + number("waiting_waits", parking_.count(Op::kWait)) +
                            number("oldest_wait_s", oldest == INT64_MAX ? 0 : uint64_t(now - oldest) / 1'000'000'000) +
                            number("uptime_s", uint64_t(now - started_) / 1'000'000'000) + number("generation", generation_) +
-                           number("pid", uint64_t(::getpid())) + number("protocol", kProtocolVersion) + ",\"spill_dir\":" +
+                           number("pid", uint64_t(::getpid())) + number("protocol", kProtocolVersion) +
+                           (journal_ ? ",\"journal\":true" : ",\"journal\":false") + ",\"spill_dir\":" +
                            (directory_.taken() ? quoted(directory_.path()) : "\"\"") + ",\"arenas\":[" + arenas + "]}";
   if (!detail) return reply_status(fd, Status::kOk, text);
   Fd file(::memfd_create("mooncake_ray_report", MFD_CLOEXEC));

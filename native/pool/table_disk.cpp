@@ -71,7 +71,7 @@ void Table::written(ObjectId id, const std::string& error) {
   account(o, [&](Usage& u) { u.writing -= o.bytes(); });
   if (error.empty()) {
     counters_.spill_written_bytes += o.bytes();
-    disk_error_.clear();
+    if (!disk_refuses_) disk_error_.clear();
     if (saving_) effects_.saved.objects.push_back(id);
   } else {
     disk_refuses_ = true;

@@ -241,7 +241,7 @@ def test_no_broker_and_none_to_start(scope, tmp_path, monkeypatch):
     program = tmp_path / "mooncake-broker"
     program.write_text("#!/bin/sh\nexit 3\n")
     program.chmod(0o755)
-    with pytest.raises(BrokerDiedError, match="exited with status 3"):
+    with pytest.raises(BrokerDiedError, match="it exited with status 3"):
         Store(scope.name, scope.config)
 
 
