@@ -180,7 +180,12 @@ class Store:
 
     def close(self) -> None:
         """Leaves the pool; what this store put is freed. Views stay valid, and delay that until they are gone."""
+        if self._closed:
+            return
         self._closed = True
+        if not self._client.usable:  # the next broker may have what is this store's, and wait for it
+            with contextlib.suppress(StoreError):
+                pool.Client.connect(self._name, node.process_label(), "", self._client).close()
         self._client.close()
 
     def __enter__(self) -> Store:

@@ -167,7 +167,11 @@ void Broker::end_session(SessionId s) {
     conns_.erase(c);
   }
   table_.close_session(s);
-  if (peers_.empty()) idle_since_ = now_ns();
+  if (!idle_since_ && !somebody_is_here()) idle_since_ = now_ns();
+}
+
+bool Broker::somebody_is_here() const {
+  return std::any_of(peers_.begin(), peers_.end(), [](const auto& p) { return !p.second.away; });
 }
 
 bool Broker::watch_process(SessionId s, Peer& p, Fd pidfd) {

@@ -110,6 +110,7 @@ class Broker {
   void begin_journal();
   void give_up_journal(const std::system_error& e);
   void leave_disk();
+  bool somebody_is_here() const;
   void start_janitor();
 
   BrokerConfig config_;

@@ -118,7 +118,6 @@ std::string Broker::open_spill() {
   if (spill_) return "";
   try {
     if (!directory_.taken()) directory_.take();
-    directory_.sweep_siblings();
     spill_ = std::make_unique<SpillFile>(directory_.data(), config_.disk_reserve);
     watch(spill_->done_fd(), EPOLLIN, EPOLL_CTL_ADD);
   } catch (const std::exception& e) {
@@ -138,10 +137,12 @@ void Broker::spill_progress() {
   }
 }
 
+// Processes that are yet to come back find what is theirs with another broker.
 void Broker::leave_disk() {
+  const bool needed = !stopping_ && journal_ && std::any_of(peers_.begin(), peers_.end(), [](auto& p) { return p.second.away; });
   spill_.reset();
   journal_.reset();
-  directory_.remove();
+  if (!needed) directory_.remove();
 }
 
 // Whoever kills the broker kills who would have removed its files.
@@ -222,7 +223,8 @@ void Broker::recover() {
     p.pid = s.pid;
     p.away = true;
     Fd pidfd = pidfd_of(s.pid);
-    if (any && s.born && process_start(s.pid) == s.born && watch_process(s.id, p, std::move(pidfd))) peers_.emplace(s.id, std::move(p));
+    const bool comes_back = any && table_.owns_anything(s.id) && s.born && process_start(s.pid) == s.born;
+    if (comes_back && watch_process(s.id, p, std::move(pidfd))) peers_.emplace(s.id, std::move(p));
     else table_.close_session(s.id);
   }
   if (table_.is_empty()) {
@@ -234,7 +236,6 @@ void Broker::recover() {
   watch(spill_->done_fd(), EPOLLIN, EPOLL_CTL_ADD);
   begin_journal();
   start_janitor();
-  if (!peers_.empty()) idle_since_ = 0;
   ever_used_ = true;
   apply_effects();
 }

@@ -112,12 +112,13 @@ void SpillDirectory::sweep_siblings() const {
 }
 
 void clean_up(const std::string& path, pid_t broker) {
+  SpillDirectory directory(path);
+  directory.sweep_siblings();
   if (Fd pidfd = pidfd_of(broker)) {
     pollfd p{pidfd.get(), POLLIN, 0};
     while (::poll(&p, 1, -1) < 0 && errno == EINTR) {
     }
   }
-  SpillDirectory directory(path);
   for (; directory.exists(); rest_ms(kLookMs)) {
     const Fd lock = try_lock(path);
     if (!lock) return;  // the next broker has it, and its own janitor

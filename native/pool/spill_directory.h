@@ -1,7 +1,7 @@
 // The directory of one pool's spill file and journal. Whoever holds its lock is the pool's broker.
 //
 // It is removed when its broker ends. When that was killed, it stays as long as a process lives that has objects in it, for the broker which
-// that process will start; a janitor (`clean_up`), and every later broker of the user, remove it after that.
+// that process will start; its broker's janitor (`clean_up`), and those of the user's later brokers, remove it after that.
 #pragma once
 #include <sys/types.h>
 
@@ -31,7 +31,7 @@ class SpillDirectory {
   Fd lock_;
 };
 
-// Waits for the process to end, and removes the directory once nobody needs it. Returns at once where the broker removes it itself.
+// What a janitor does: removes what was left beside the directory, waits for its broker to end, and removes it once nobody needs it.
 void clean_up(const std::string& path, pid_t broker);
 
 // When a process began, in clock ticks since the machine did: with its pid, names it for good. 0: there is no such process.

@@ -95,6 +95,11 @@ bool Table::holds_anything(SessionId s) const {
   return it != sessions_.end() && (!it->second.leases.empty() || !it->second.pins.empty());
 }
 
+bool Table::owns_anything(SessionId s) const {
+  auto it = sessions_.find(s);
+  return it != sessions_.end() && !it->second.claims.empty();
+}
+
 // ---- memory
 
 bool Table::take_pages(Object& o, int place) {

@@ -99,6 +99,7 @@ class Table {
   void listen(SessionId s, bool on);  // whether it can be asked about claims
   void close_session(SessionId s);    // the process is gone: leases, pins, claims and its part in queries end here and only here
   bool holds_anything(SessionId s) const;  // a lease or a pin
+  bool owns_anything(SessionId s) const;   // a claim
   size_t session_count() const { return sessions_.size(); }
   uint32_t group(SessionId s) const { return sessions_.at(s).group; }
 
