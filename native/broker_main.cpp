@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <string>
@@ -122,8 +121,7 @@ int main(int argc, char** argv) {
   }
   mcr::BrokerConfig config;
   if (const std::string problem = parse(argc, argv, &config); !problem.empty()) return usage(problem.c_str());
-  std::error_code unknown;
-  config.janitor = std::filesystem::read_symlink("/proc/self/exe", unknown);
+  config.janitor = "/proc/self/exe";
   ::signal(SIGPIPE, SIG_IGN);
   ::signal(SIGINT, SIG_IGN);
   ::prctl(PR_SET_NAME, "mooncake-broker");
