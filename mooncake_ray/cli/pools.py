@@ -1,0 +1,85 @@
+"""Finds the pools of this user on this node, and asks their brokers, leaving them as they are.
+
+A broker's socket is in the abstract namespace, so the kernel lists it, and with it every connection that the broker has accepted. A pool
+that nobody is connected to is about to end, and is not asked: a session, however short, would start its time to linger anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mooncake_ray.errors import BrokerDiedError
+from mooncake_ray.snapshot import Snapshot
+
+__all__ = ["PoolName", "Reading", "listed", "parse_sockets", "read"]
+
+_SOCKETS = "/proc/net/unix"
+_LISTENS = 1 << 16  # __SO_ACCEPTCON among a row's flags
+
+
+@dataclass(frozen=True, slots=True)
+class PoolName:
+    """A pool that has a broker. `connections`: sockets that its broker has accepted."""
+
+    name: str
+    scope: str
+    connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one look at a pool gave: the broker's JSON; or none, because nobody is connected, or because of `error`."""
+
+    pool: PoolName
+    text: str = ""
+    error: str = ""
+    observer: int = 0  # the session that asked
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        return Snapshot.parse(self.text) if self.text else None
+
+
+def parse_sockets(lines: Iterable[str], uid: int) -> list[PoolName]:
+    """The pools of a user among the rows of /proc/net/unix, by scope."""
+    prefix = f"@mooncake_ray/{uid}/"
+    listening: set[str] = set()
+    accepted: dict[str, int] = {}
+    for line in lines:
+        cells = line.rstrip("\n").split(None, 7)
+        if len(cells) < 8 or not cells[7].startswith(prefix):
+            continue
+        path = cells[7]
+        if int(cells[3], 16) & _LISTENS:
+            listening.add(path)
+        else:
+            accepted[path] = accepted.get(path, 0) + 1
+    return [PoolName(path[1:], path.removeprefix(prefix), accepted.get(path, 0)) for path in sorted(listening)]
+
+
+def listed(scope: str | None = None) -> list[PoolName]:
+    """The pools of this user that have a broker now; only the one of that scope, if one is given."""
+    with open(_SOCKETS, errors="surrogateescape") as f:
+        found = parse_sockets(f, os.geteuid())
+    return [p for p in found if scope is None or p.scope == scope]
+
+
+def read(pool: PoolName, command: str) -> Reading | None:
+    """Asks a broker all it can tell, as an observer called `command`. None if the pool has ended meanwhile."""
+    if not pool.connections:
+        return Reading(pool)
+    from mooncake_ray._native.pool import Client
+
+    try:
+        client = Client.connect(pool.name, command)
+    except BrokerDiedError as e:
+        return Reading(pool, error=str(e)) if listed(pool.scope) else None
+    try:
+        ask: Callable[[], str] = getattr(client, "inspect", client.stats)
+        return Reading(pool, ask(), observer=client.session)
+    except BrokerDiedError as e:
+        return Reading(pool, error=str(e)) if listed(pool.scope) else None
+    finally:
+        client.close()

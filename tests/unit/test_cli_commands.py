@@ -1,0 +1,143 @@
+"""The command line as a program, on pools that live."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mooncake_ray.store import node
+
+COMMAND = str(Path(sys.executable).with_name("mooncake-ray"))
+
+
+def run(*args: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture
+def batch(store):
+    """One object, and one view of it."""
+    key = store.put({"x": np.ones(1 << 18)})
+    views = [store.get(key)]
+    yield
+    views.clear()
+    store.free([key])
+
+
+def test_status(scope, batch):
+    out = run("status", "--scope", scope.name).stdout
+    assert out.startswith(f"pool {scope.name}") and "1 object, 0 leases, 1 pin (2.0 MiB)" in out and "mooncake-ray" not in out
+
+
+def test_status_lists_every_pool(scope, batch):
+    from conftest import Scope
+
+    other = Scope()
+    other.store()
+    try:
+        out = run("status").stdout
+        assert f"pool {scope.name}" in out and f"pool {other.name}" in out
+    finally:
+        other.close()
+
+
+def test_status_as_json(scope, batch):
+    (found,) = json.loads(run("status", "--json", "--scope", scope.name).stdout)["pools"]
+    assert found["scope"] == scope.name and found["error"] is None and found["stats"]["pins"] == 1
+
+
+def test_no_such_pool(scope):
+    assert "no pool nowhere of this user is running" in run("status", "--scope", "nowhere", status=1).stdout
+    assert json.loads(run("status", "--json", "--scope", "nowhere", status=1).stdout) == {"pools": []}
+    assert scope.brokers() == [], "looking must not start a broker"
+
+
+def test_looking_again_and_again_does_not_keep_a_broker(scope):
+    scope.store()  # lingers 0.2 s
+    watch = subprocess.Popen([COMMAND, "status", "--watch", "0.1", "--scope", scope.name], stdout=subprocess.PIPE, text=True)
+    try:
+        scope.eventually(lambda: f"pool {scope.name}" in watch.stdout.readline())
+        scope.close()
+        scope.eventually(lambda: not scope.brokers())
+        scope.eventually(lambda: "no pool" in watch.stdout.readline())
+    finally:
+        watch.send_signal(signal.SIGINT)
+        watch.communicate()
+
+
+def test_ctrl_c(scope, batch):
+    watch = subprocess.Popen(
+        [COMMAND, "status", "--watch", "--scope", scope.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert watch.stdout.readline().startswith("--- "), "plain lines, if nobody sees a screen"
+    assert watch.stdout.readline() == f"pool {scope.name}\n"
+    watch.send_signal(signal.SIGINT)
+    _, err = watch.communicate(timeout=30)
+    assert (watch.returncode, err) == (130, "")
+
+
+def test_a_broker_that_does_not_answer():
+    """Here: something that listens under a pool's name, and hangs up."""
+    scope = f"test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        listener.bind("\0" + node.broker_name(scope))
+        listener.listen()
+        listener.settimeout(30)
+        peer.connect("\0" + node.broker_name(scope))
+        command = subprocess.Popen([COMMAND, "status", "--scope", scope], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with listener.accept()[0]:
+            listener.accept()[0].close()
+        out, err = command.communicate(timeout=30)
+    assert (command.returncode, err) == (1, "") and f"pool {scope}\n  does not answer: " in out
+
+
+@pytest.mark.parametrize("args", [["status"], ["memory"], ["doctor"], ["--help"]])
+def test_starts_without_the_heavy_imports(args):
+    code = (
+        "import sys\nfrom mooncake_ray.cli.main import main\n"
+        f"try: main({args!r})\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'ray', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout
+
+
+@pytest.mark.parametrize("args", [[], ["status"], ["memory"], ["doctor"], ["grafana"]])
+def test_help(args):
+    assert run(*args, "--help").stdout.startswith("usage: mooncake-ray")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [[], ["nonsense"], ["status", "--watch", "0"], ["status", "--watch", "--json"], ["status", "--watch", "x"], ["memory", "--sort", "x"]],
+)
+def test_usage(args):
+    done = run(*args, status=2)
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_a_reader_that_has_seen_enough():
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([COMMAND, "grafana"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_is_quick():
+    started = time.monotonic()
+    run("status", "--scope", "nowhere", status=1)
+    assert time.monotonic() - started < 5, "0.1 s on a quiet machine"
