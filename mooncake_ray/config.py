@@ -67,6 +67,8 @@ class Config:
     """How long to wait for a broker to start."""
     linger_s: float = 5.0
     """How long a broker stays after the last process has left it."""
+    metrics_interval_s: float = 5.0
+    """How often metrics go to Ray's Prometheus endpoint. 0: never. Ray forgets a gauge after 20 s."""
     enabled: bool = True
     """`MOONCAKE_RAY_ENABLED=0` (or `MOONCAKE_RAY=0`) turns routing off."""
 

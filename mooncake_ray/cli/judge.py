@@ -174,6 +174,8 @@ def _packages(s: Software) -> Iterable[Finding]:
         yield _finding(
             "ray", ray <= _RAY_TO, s.ray, f"newer than the newest tested, {newest}: run your tests, or pip install 'ray=={newest}.*'"
         )
+        missing = f"Ray exports no metrics without {', '.join(s.not_for_metrics)}"
+        yield _finding("metrics", not s.not_for_metrics, missing if s.not_for_metrics else "can be exported", "pip install 'ray[default]'")
     if not s.torch:
         yield Finding("torch", WARNING, "not installed: only NumPy arrays are routed", "pip install 'torch>=2.5'")
     else:

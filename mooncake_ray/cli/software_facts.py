@@ -18,6 +18,7 @@ __all__ = ["INTERNAL_VARIABLES", "RdmaPort", "Software", "collect", "rdma_ports"
 
 INTERNAL_VARIABLES = frozenset({"MOONCAKE_RAY", "MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK"})
 _BROKER_ANSWERS_S = 10.0
+_METRICS_NEED = ("aiohttp", "grpcio", "opentelemetry-exporter-prometheus")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Software:
     version: str
     ray: str
     torch: str
+    not_for_metrics: tuple[str, ...]
+    """Packages that Ray's metrics endpoint needs, and that are not there."""
     extension_error: str
     broker_error: str
     broker_version: str
@@ -61,6 +64,7 @@ def collect(environ: Mapping[str, str]) -> Software:
         version=_version("mooncake_ray"),
         ray=_version("ray"),
         torch=_version("torch"),
+        not_for_metrics=tuple(package for package in _METRICS_NEED if not _version(package)),
         extension_error=extension_error,
         broker_error=broker_error,
         broker_version=broker_version,

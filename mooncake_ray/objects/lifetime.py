@@ -111,6 +111,7 @@ class Lifetimes:
         Not for the worker of plain tasks: Ray does not end an idle worker that owns objects.
         """
         if len(self._ahead) < _TOKENS_AHEAD and not self._runs_plain_tasks():
+            self.listen()  # that thread ends this one with the session
             made = self._threads().submit(self._mint_soon)
             with self._lock:
                 self._ahead.append(made)
@@ -126,6 +127,8 @@ class Lifetimes:
 
     def _mint_soon(self) -> ray.ObjectRef:
         time.sleep(_MINT_AFTER_S)  # lets the put that asked for it have the interpreter to itself
+        if not self.worker.connected:
+            raise RuntimeError("Ray was shut down")  # a put would start it anew
         return self._mint()
 
     def _mint(self) -> ray.ObjectRef:
@@ -232,6 +235,9 @@ class Lifetimes:
                 self.reconnect()
         finally:
             client.close()
+            with self._lock:
+                if self._minter is not None and self.client is client:  # no other broker's
+                    self._minter.shutdown(wait=False)
 
     def _answer(self, kind: int, key: bytes, *, last: bool = False) -> None:
         if kind == pool.KIND_TOKEN:  # the owner of a token died, and this process may still refer to what contains it

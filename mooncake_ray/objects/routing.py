@@ -27,7 +27,7 @@ from ray._private import worker as ray_worker
 from mooncake_ray._native import pool
 from mooncake_ray.errors import BrokerDiedError, StoreError
 from mooncake_ray.objects import async_items, session
-from mooncake_ray.objects.counters import count
+from mooncake_ray.objects.counters import count, timed
 from mooncake_ray.store.callsite import call_site
 from mooncake_ray.store.packing import Here, Packer, scan
 
@@ -140,7 +140,8 @@ def _route(obj: Any, smallest: int, place: Place, protocol: int | None, buffer_c
             data = file.getvalue()
         try:
             if packer.used:
-                _commit(here, packer, place)
+                with timed("put"):
+                    _commit(here, packer, place)
         except (StoreError, OSError) as e:
             if retry and isinstance(e, BrokerDiedError):
                 continue  # there is another one by now, and nothing of this was kept
@@ -172,7 +173,8 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
     segments, foreign = packer.segments, list(packer.foreign)
     lease = None
     if segments.parts:
-        lease = here.client.create(packer.id, segments.nbytes, here.config.put_timeout_s, _note(place))
+        with timed("room"):
+            lease = here.client.create(packer.id, segments.nbytes, here.config.put_timeout_s, _note(place))
     if place.kind == "return":
         claim = (pool.KIND_RETURN, place.task, False)
     else:

@@ -16,7 +16,8 @@ from ray._private import worker as ray_worker
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.errors import ConfigError, ObjectLostError, StoreError
-from mooncake_ray.objects.counters import count
+from mooncake_ray.objects import metrics
+from mooncake_ray.objects.counters import count, timed
 from mooncake_ray.objects.lifetime import Lifetimes
 from mooncake_ray.store import node
 from mooncake_ray.store.packing import Region
@@ -32,6 +33,12 @@ class Session:
     def __init__(self, client: pool.Client, worker: Any, config: Config, key: tuple[int, str]) -> None:
         self.client, self.worker, self.config, self.key = client, worker, config, key
         self.lifetimes = Lifetimes(client, worker, current)
+        self.exporter = metrics.start(self, config.metrics_interval_s)
+
+    @property
+    def over(self) -> bool:
+        """Whether this process has left the Ray session."""
+        return _key(self.worker) != self.key
 
     def renew(self, client: pool.Client) -> None:
         self.client = client
@@ -112,6 +119,14 @@ def _pid_behind(path: str) -> int:
             return 0
 
 
+class _Timed(Region):
+    __slots__ = ()
+
+    def _pin(self, writable: bool) -> pool.Pin:
+        with timed("get"):
+            return super()._pin(writable)
+
+
 def open_region(pool_id: bytes, id: bytes) -> Region:
     """What a descriptor unpickles to. Does not block: the object is pinned where the first view of it is made.
 
@@ -123,7 +138,7 @@ def open_region(pool_id: bytes, id: bytes) -> Region:
         raise ObjectLostError(f"object {id.hex()} lies in a pool, and this process has no connection to one")
     if session.client.pool_id != pool_id:
         raise ObjectLostError(f"object {id.hex()} lies in pool {pool_id.hex()[:8]}, this node's pool is {session.client.pool_id.hex()[:8]}")
-    region = Region(session.client, id)
+    region = _Timed(session.client, id)
     count("opened")
     if (opened := getattr(_recorder, "opened", None)) is not None:
         opened.append(region)

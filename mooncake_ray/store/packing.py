@@ -60,14 +60,17 @@ class Region:
         if self._private is not None:
             return self._private
         if self._shared is None:
-            self._shared = self.client.get(self.id, _SEAL_S)
+            self._shared = self._pin(False)
         return self._shared
 
     def private(self) -> Any:
         """A Pin: writable; what is written stays with this region's views."""
         if self._private is None:
-            self._private = self.client.get(self.id, _SEAL_S, True)
+            self._private = self._pin(True)
         return self._private
+
+    def _pin(self, writable: bool) -> Any:
+        return self.client.get(self.id, _SEAL_S, writable)
 
 
 class Here:
