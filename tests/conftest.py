@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["mooncake_ray.testing"]
+
 # A test run in the background ignores Ctrl-C, and so would all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -101,10 +103,11 @@ class Scope:
         return Script(setup + code, args)
 
     def close(self) -> None:
-        for store in self.stores:
-            store.close()
+        while self.stores:
+            self.stores.pop().close()
         if self._observer is not None:
             self._observer.close()
+            self._observer = None
 
 
 class Script:
@@ -142,6 +145,11 @@ class Script:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(no_leaks: None) -> None:
+    """Every test cleans up after itself."""
 
 
 @pytest.fixture

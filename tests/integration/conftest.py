@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mooncake_ray.testing import Allowed
+
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 HERE = Path(__file__).parent
@@ -53,6 +55,15 @@ def pool_ray():
     yield ray
     ray.shutdown()
     mooncake_ray.uninstall()
+
+
+@pytest.fixture
+def leaks_allowed(request: pytest.FixtureRequest) -> Allowed:
+    """The shared cluster may start threads, connections and workers in any test; what is in its pool is looked at by `pool`."""
+    if "pool_ray" not in request.fixturenames:
+        return Allowed()
+    ray_threads = ("ray_*", "mooncake_ray.*", "AsyncIO*", "Thread-*")
+    return Allowed(threads=ray_threads, descriptors=("socket:*", "anon_inode:*", "pipe:*"), processes=("ray::*",))
 
 
 @pytest.fixture

@@ -1,0 +1,274 @@
+"""A leak detector for tests: a test that leaves something behind fails, and is told what.
+
+    # conftest.py
+    pytest_plugins = ["mooncake_ray.testing"]
+
+    def test_mine(no_leaks): ...
+
+Looked at is the difference over one test: leases and pins of this process, bytes in pools, file descriptors, files in /dev/shm and among
+what brokers spill, maps of a pool's memory, Python threads, child processes, and brokers. What is shared by several tests must be there
+before the first of them (a fixture of a wider scope is), or be allowed by overriding the fixture `leaks_allowed`.
+
+Pools and brokers are those that this process and its children started; a broker is known by a variable in its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from mooncake_ray._native import pool
+from mooncake_ray.cli import pools, spill_facts
+
+__all__ = ["Allowed", "Usage", "find", "leaks_allowed", "measure", "no_leaks"]
+
+_MARK = "PYTEST_NO_LEAKS"
+_DEADLINE_S = 10.0  # a broker may linger, a session may still be closing; then what is left was forgotten
+_POLL_S = 0.01
+_ARENA = "/memfd:mooncake_ray"
+_FAILED = pytest.StashKey[bool]()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """What may stay: shell patterns for the names of threads, the targets of descriptors, and command lines."""
+
+    threads: tuple[str, ...] = ()
+    descriptors: tuple[str, ...] = ()
+    processes: tuple[str, ...] = ()
+    deadline_s: float = _DEADLINE_S
+    """How long things may take to go."""
+
+    def extended(self, *, threads: tuple[str, ...] = (), descriptors: tuple[str, ...] = (), processes: tuple[str, ...] = ()) -> Allowed:
+        """This and more."""
+        return Allowed(
+            threads=self.threads + threads,
+            descriptors=self.descriptors + descriptors,
+            processes=self.processes + processes,
+            deadline_s=self.deadline_s,
+        )
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What there is at one moment, and in the second of two also how to call it."""
+
+    handles: int = 0
+    """Leases and pins of this process."""
+    pools: dict[str, int] = field(default_factory=dict)
+    """Bytes in use by the name of the pool."""
+    descriptors: dict[tuple[int, str], str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    maps: dict[str, str] = field(default_factory=dict)
+    threads: dict[int, str] = field(default_factory=dict)
+    processes: dict[int, str] = field(default_factory=dict)
+
+
+def measure(before: Usage | None = None) -> Usage:
+    """Looks at this process and what it started. With `before`, processes that were there then are not looked at again."""
+    os.environ.setdefault(_MARK, f"{os.getpid()}-{secrets.token_hex(8)}")
+    handles, in_pools = _pools()
+    return Usage(
+        handles=handles,
+        pools=in_pools,
+        descriptors=_descriptors(),
+        files=_files(before),
+        maps=_maps(),
+        threads={t.ident or 0: t.name for t in threading.enumerate()},
+        processes=_processes(before),
+    )
+
+
+def find(before: Usage, allowed: Allowed) -> list[str]:
+    """What was left behind since `before`, a line each. Collects garbage and waits before it says that anything was."""
+    end = time.monotonic() + allowed.deadline_s
+    left = _differences(before, measure(before), allowed)
+    while left and time.monotonic() < end:
+        gc.collect()
+        left = _differences(before, measure(before), allowed)
+        if left:
+            time.sleep(_POLL_S)
+    return left
+
+
+@pytest.fixture
+def leaks_allowed() -> Allowed:
+    """What a test may leave behind. Override it where tests share something that comes to be during the first of them."""
+    return Allowed()
+
+
+@pytest.fixture
+def no_leaks(request: pytest.FixtureRequest, leaks_allowed: Allowed) -> Iterator[None]:
+    """Fails a test that leaves something behind."""
+    before = measure()
+    yield
+    if request.node.stash.get(_FAILED, False):
+        return  # its frames, which its report keeps, keep what they refer to
+    request.node.funcargs.clear()  # pytest keeps what fixtures gave, although they are done
+    if left := find(before, leaks_allowed):
+        pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+# ---- comparing
+
+
+def _differences(before: Usage, after: Usage, allowed: Allowed) -> list[str]:
+    out = []
+    if (more := after.handles - before.handles) > 0:
+        out.append(f"{more} leases or pins of this process")
+    for name, used in after.pools.items():
+        if (more := used - before.pools.get(name, 0)) > 0:
+            out.append(f"{more} bytes in pool {name}")
+    new = [text for key, text in after.descriptors.items() if key not in before.descriptors]
+    out += [text for text in new if not _matches(text.partition(" -> ")[2], allowed.descriptors)]
+    for then, now in ((before.files, after.files), (before.maps, after.maps)):
+        out += [text for key, text in now.items() if key not in then]
+    new = [name for ident, name in after.threads.items() if ident not in before.threads]
+    out += [f"thread {name!r}" for name in new if not _matches(name, allowed.threads)]
+    new = [text for pid, text in after.processes.items() if pid not in before.processes]
+    return out + [text for text in new if not _matches(text.partition(": ")[2], allowed.processes)]
+
+
+def _matches(text: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+# ---- looking
+
+
+def _pools() -> tuple[int, dict[str, int]]:
+    """This process's leases and pins, and the bytes in use of each pool that it or its children started."""
+    handles, used = 0, {}
+    listed = pools.listed()
+    ours = _brokers() if listed else {}
+    for p in listed:
+        reading = pools.read(p, "no_leaks") if p.name in ours else None
+        if reading is None or (snapshot := reading.snapshot) is None:
+            continue
+        handles += sum(s.leases + s.pins for s in snapshot.sessions if s.pid == os.getpid())
+        used[p.name] = snapshot.used_bytes + snapshot.inline_bytes
+    return _live_handles(handles), used
+
+
+def _live_handles(as_brokers_say: int) -> int:
+    """Leases and pins of this process over all its clients, also of brokers that are gone; without help, only what brokers know."""
+    count = getattr(pool, "live_handles", None)
+    return count() if count is not None else as_brokers_say
+
+
+def _brokers() -> dict[str, int]:
+    """The pids of the brokers that were started under this process, by the pool's name."""
+    found = {}
+    for pid in _pids():
+        words = _read(pid, "cmdline").split(b"\0")
+        if words[0].endswith(b"mooncake-broker") and b"--name" in words and _is_marked(pid):
+            found[os.fsdecode(words[words.index(b"--name") + 1])] = pid
+    return found
+
+
+def _descriptors() -> dict[tuple[int, str], str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this list itself
+            target = os.readlink(f"/proc/self/fd/{name}")
+            found[int(name), target] = f"file descriptor {name} -> {target}"
+    return found
+
+
+def _files(before: Usage | None) -> dict[str, str]:
+    """In /dev/shm and below the spill directory. Of the new ones those that another process, which this one did not start, uses are not ours."""
+    root = spill_facts.default_root()
+    paths = [str(p) for p in (*Path("/dev/shm").glob("*"), *root.glob("*"), *root.glob("*/*"))]
+    new = [p for p in paths if before is not None and p not in before.files]
+    theirs = _used_by_others() if new else set()
+    return {p: f"file {p} ({_bytes_of(p)} bytes)" for p in paths if p not in theirs}
+
+
+def _used_by_others() -> set[str]:
+    found: set[str] = set()
+    for pid in _pids():
+        if pid == os.getpid() or _is_ours(pid):
+            continue
+        for line in _read(pid, "maps").decode(errors="replace").splitlines():
+            found.add(line.partition("/")[1] + line.partition("/")[2])
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found | {str(Path(p).parent) for p in found}
+
+
+def _bytes_of(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _maps() -> dict[str, str]:
+    found = {}
+    for line in _read(os.getpid(), "maps").decode(errors="replace").splitlines():
+        if _ARENA in line:
+            addresses, access, *_ = line.split(None, 2)
+            found[addresses] = f"map {addresses} {access} of a pool's memory"
+    return found
+
+
+def _processes(before: Usage | None) -> dict[int, str]:
+    """Children, and whatever else was started under this process and is alive."""
+    known = before.processes if before is not None else {}
+    found = {}
+    for pid in _pids():
+        if pid == os.getpid():
+            continue
+        if pid in known:
+            found[pid] = known[pid]
+        elif before is None:
+            found[pid] = ""
+        elif _is_ours(pid):
+            found[pid] = _described(pid)
+    return found
+
+
+def _described(pid: int) -> str:
+    words = _read(pid, "cmdline").rstrip(b"\0").split(b"\0")
+    line = os.fsdecode(b" ".join(words)) or "(a zombie, which nobody waited for)"
+    return f"{'broker' if words[0].endswith(b'mooncake-broker') else 'process'} {pid}: {line}"
+
+
+def _is_ours(pid: int) -> bool:
+    stat = _read(pid, "stat").rpartition(b")")[2].split()  # state, parent, …
+    return (len(stat) > 1 and int(stat[1]) == os.getpid()) or _is_marked(pid)
+
+
+def _is_marked(pid: int) -> bool:
+    return f"{_MARK}={os.environ.get(_MARK)}".encode() in _read(pid, "environ").split(b"\0")
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # gone meanwhile, or another user's
+        return b""
