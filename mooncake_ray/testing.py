@@ -35,6 +35,7 @@ __all__ = ["Allowed", "Usage", "find", "leaks_allowed", "measure", "no_leaks"]
 _MARK = "PYTEST_NO_LEAKS"
 _DEADLINE_S = 10.0  # a broker may linger, a session may still be closing; then what is left was forgotten
 _POLL_S = 0.01
+_COLLECT_EVERY_S = 1.0
 _ARENA = "/memfd:mooncake_ray"
 _FAILED = pytest.StashKey[bool]()
 
@@ -92,12 +93,14 @@ def measure(before: Usage | None = None) -> Usage:
 def find(before: Usage, allowed: Allowed) -> list[str]:
     """What was left behind since `before`, a line each. Collects garbage and waits before it says that anything was."""
     end = time.monotonic() + allowed.deadline_s
-    left = _differences(before, measure(before), allowed)
-    while left and time.monotonic() < end:
-        gc.collect()
-        left = _differences(before, measure(before), allowed)
-        if left:
+    left, collect_at = _differences(before, measure(before), allowed), 0.0
+    while left and (now := time.monotonic()) < end:
+        if now >= collect_at:
+            gc.collect()
+            collect_at = now + _COLLECT_EVERY_S
+        else:
             time.sleep(_POLL_S)
+        left = _differences(before, measure(before), allowed)
     return left
 
 
