@@ -29,6 +29,7 @@ import pytest
 
 from mooncake_ray._native import pool
 from mooncake_ray.cli import pools, spill_facts
+from mooncake_ray.config import Config
 
 __all__ = ["Allowed", "Usage", "find", "leaks_allowed", "measure", "no_leaks"]
 
@@ -42,22 +43,15 @@ _FAILED = pytest.StashKey[bool]()
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What may stay: shell patterns for the names of threads, the targets of descriptors, and command lines."""
+    """What may stay: shell patterns for the names of threads, the targets of descriptors, the access of maps of a pool (`rw-s`, …), and
+    command lines."""
 
     threads: tuple[str, ...] = ()
     descriptors: tuple[str, ...] = ()
+    maps: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
     deadline_s: float = _DEADLINE_S
     """How long things may take to go."""
-
-    def extended(self, *, threads: tuple[str, ...] = (), descriptors: tuple[str, ...] = (), processes: tuple[str, ...] = ()) -> Allowed:
-        """This and more."""
-        return Allowed(
-            threads=self.threads + threads,
-            descriptors=self.descriptors + descriptors,
-            processes=self.processes + processes,
-            deadline_s=self.deadline_s,
-        )
 
 
 @dataclass(frozen=True)
@@ -78,10 +72,9 @@ class Usage:
 def measure(before: Usage | None = None) -> Usage:
     """Looks at this process and what it started. With `before`, processes that were there then are not looked at again."""
     os.environ.setdefault(_MARK, f"{os.getpid()}-{secrets.token_hex(8)}")
-    handles, in_pools = _pools()
     return Usage(
-        handles=handles,
-        pools=in_pools,
+        handles=pool.live_handles(),
+        pools=_pools(),
         descriptors=_descriptors(),
         files=_files(before),
         maps=_maps(),
@@ -142,8 +135,9 @@ def _differences(before: Usage, after: Usage, allowed: Allowed) -> list[str]:
             out.append(f"{more} bytes in pool {name}")
     new = [text for key, text in after.descriptors.items() if key not in before.descriptors]
     out += [text for text in new if not _matches(text.partition(" -> ")[2], allowed.descriptors)]
-    for then, now in ((before.files, after.files), (before.maps, after.maps)):
-        out += [text for key, text in now.items() if key not in then]
+    out += [text for path, text in after.files.items() if path not in before.files]
+    new = [text for addresses, text in after.maps.items() if addresses not in before.maps]
+    out += [text for text in new if not _matches(text.split()[2], allowed.maps)]
     new = [name for ident, name in after.threads.items() if ident not in before.threads]
     out += [f"thread {name!r}" for name in new if not _matches(name, allowed.threads)]
     new = [text for pid, text in after.processes.items() if pid not in before.processes]
@@ -157,24 +151,17 @@ def _matches(text: str, patterns: tuple[str, ...]) -> bool:
 # ---- looking
 
 
-def _pools() -> tuple[int, dict[str, int]]:
-    """This process's leases and pins, and the bytes in use of each pool that it or its children started."""
-    handles, used = 0, {}
+def _pools() -> dict[str, int]:
+    """The bytes in use, in memory and on disk, of each pool that this process or its children started."""
+    used = {}
     listed = pools.listed()
     ours = _brokers() if listed else {}
     for p in listed:
         reading = pools.read(p, "no_leaks") if p.name in ours else None
         if reading is None or (snapshot := reading.snapshot) is None:
             continue
-        handles += sum(s.leases + s.pins for s in snapshot.sessions if s.pid == os.getpid())
-        used[p.name] = snapshot.used_bytes + snapshot.inline_bytes
-    return _live_handles(handles), used
-
-
-def _live_handles(as_brokers_say: int) -> int:
-    """Leases and pins of this process over all its clients, also of brokers that are gone; without help, only what brokers know."""
-    count = getattr(pool, "live_handles", None)
-    return count() if count is not None else as_brokers_say
+        used[p.name] = snapshot.used_bytes + snapshot.inline_bytes + snapshot.disk_bytes
+    return used
 
 
 def _brokers() -> dict[str, int]:
@@ -198,8 +185,9 @@ def _descriptors() -> dict[tuple[int, str], str]:
 
 def _files(before: Usage | None) -> dict[str, str]:
     """In /dev/shm and below the spill directory. Of the new ones those that another process, which this one did not start, uses are not ours."""
-    root = spill_facts.default_root()
-    paths = [str(p) for p in (*Path("/dev/shm").glob("*"), *root.glob("*"), *root.glob("*/*"))]
+    root = spill_facts.root(Config.from_env().spill_dir)
+    spilled = (*root.glob("*"), *root.glob("*/*")) if root else ()
+    paths = [str(p) for p in (*Path("/dev/shm").glob("*"), *spilled)]
     new = [p for p in paths if before is not None and p not in before.files]
     theirs = _used_by_others() if new else set()
     return {p: f"file {p} ({_bytes_of(p)} bytes)" for p in paths if p not in theirs}

@@ -37,11 +37,12 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> list[Finding]:
     """Looks at everything, and judges."""
     software = software_facts.collect(os.environ)
-    root = spill_facts.default_root()
+    pool_bytes = software.config.pool_bytes if software.config else 0
+    root = spill_facts.root(software.config.spill_dir if software.config else "")
     return [
-        *judge.host(host_facts.collect(), software.pool_bytes, bool(software.ports)),
-        *judge.spill(spill_facts.collect(root), software.pool_bytes),
-        *judge.leftovers(spill_facts.leftovers(root)),
+        *judge.host(host_facts.collect(), pool_bytes, bool(software.ports)),
+        *judge.spill(spill_facts.collect(root) if root else None, pool_bytes),
+        *judge.leftovers(spill_facts.leftovers(root) if root else []),
         *judge.software(software),
     ]
 

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Host", "collect", "lowest_cgroup_limit", "parse_meminfo"]
+from mooncake_ray.machine import cgroup_limits, numa_nodes
+
+__all__ = ["Host", "collect", "parse_meminfo"]
 
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2
 _PAGE = mmap.PAGESIZE
+_NO_LIMIT = 1 << 62  # bytes: from here on, "none" in version 1's words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class Host:
 def collect() -> Host:
     """Looks at this machine."""
     info = parse_meminfo(_text("/proc/meminfo"))
-    limit, path = lowest_cgroup_limit(_text("/proc/self/cgroup"), _text)
+    limit, path = min(((n, str(file)) for file, n in cgroup_limits().items() if n < _NO_LIMIT), default=(None, ""))
     files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         shm = os.statvfs("/dev/shm")
@@ -72,7 +75,7 @@ def collect() -> Host:
         huge_pages_free=info.get("HugePages_Free", 0),
         huge_page_bytes=info.get("Hugepagesize", 0),
         shmem_thp=_chosen(_text("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
-        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        numa_nodes=max(1, len(numa_nodes())),
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free,
     )
@@ -87,28 +90,6 @@ def parse_meminfo(text: str) -> dict[str, int]:
         if words:
             found[name] = int(words[0]) << (10 if words[1:] == ["kB"] else 0)
     return found
-
-
-def lowest_cgroup_limit(membership: str, read: Callable[[str], str]) -> tuple[int | None, str]:
-    """The lowest memory limit among a process's cgroup and those above it, and the file that says so.
-
-    Args:
-        membership: /proc/self/cgroup, of version 1 or 2.
-        read: The text of a file, empty where there is none.
-    """
-    files = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, name = "/sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        parts = [p for p in path.split("/") if p not in ("", "..")]
-        files += ["/".join((root, *parts[:n], name)) for n in range(len(parts), -1, -1)]
-    limits = [(int(text), file) for file in files if (text := read(file)).isdigit() and int(text) < 1 << 62]  # version 1's "none" is 2^63
-    return min(limits, default=(None, ""))
 
 
 def _text(path: str) -> str:

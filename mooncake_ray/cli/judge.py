@@ -119,20 +119,27 @@ def _pages(h: Host) -> Iterable[Finding]:
     yield Finding("NUMA", OK, count(max(1, h.numa_nodes), "node"))
 
 
-def spill(s: Spill, pool_bytes: int) -> list[Finding]:
-    """The directory that a pool which is full would write to."""
+def spill(s: Spill | None, pool_bytes: int) -> list[Finding]:
+    """The directory that a pool which is full would write to. None: it would not."""
+    if s is None:
+        return [Finding("spill directory", OK, "off: a put waits for room")]
     where = s.directory if s.probed == s.directory else f"{s.directory} (not there yet; {s.probed} is)"
     if s.write_error:
-        return [Finding("spill directory", ERROR, f"{where}: {s.write_error}", "make it writable, or choose another with TMPDIR")]
+        return [
+            Finding("spill directory", ERROR, f"{where}: {s.write_error}", "make it writable, or choose another: MOONCAKE_RAY_SPILL_DIR")
+        ]
     found = f"{where}: {s.file_system}, {size(s.free_bytes)} free"
     if s.file_system in _IN_MEMORY:
-        out = Finding("spill directory", WARNING, found, "this is memory, not a disk: choose another with TMPDIR")
+        out = Finding("spill directory", WARNING, found, "this is memory, not a disk: choose another with MOONCAKE_RAY_SPILL_DIR")
     elif s.file_system in _ON_NETWORK:
-        out = Finding("spill directory", WARNING, found, "a file system on the network: choose a local one with TMPDIR")
+        out = Finding("spill directory", WARNING, found, "a file system on the network: choose a local one with MOONCAKE_RAY_SPILL_DIR")
     else:
         enough = s.free_bytes >= _SPILL_SHARE * pool_bytes
         out = _finding(
-            "spill directory", enough, found, f"less than the pool's {size(pool_bytes)}: make room, or choose another with TMPDIR"
+            "spill directory",
+            enough,
+            found,
+            f"less than the pool's {size(pool_bytes)}: make room, or choose another: MOONCAKE_RAY_SPILL_DIR",
         )
     return [
         out,
@@ -192,18 +199,13 @@ def _compiled(s: Software) -> Iterable[Finding]:
     yield _finding("extension", not s.extension_error, s.extension_error or f"loads (mooncake_ray {s.version})", again, ERROR)
     if s.extension_error:
         return
-    if s.broker_error:
-        yield Finding("broker", ERROR, s.broker_error, again)
-    elif s.broker_version:
-        yield _finding("broker", s.broker_version == s.version, f"mooncake-broker {s.broker_version}", f"not {s.version}: {again}", ERROR)
-    else:
-        yield Finding("broker", OK, "mooncake-broker is there")
+    yield _finding(
+        "broker", not s.broker_error, s.broker_error or "mooncake-broker starts, and speaks the extension's protocol", again, ERROR
+    )
 
 
 def _settings(s: Software) -> Iterable[Finding]:
     yield _finding("settings", not s.config_error, s.config_error or "MOONCAKE_RAY_* are valid", "correct or unset it", ERROR)
-    for name in s.unknown_variables:
-        yield Finding("settings", WARNING, f"{name} is no setting", "look for a typing error; README.md lists the settings")
 
 
 def _rdma(s: Software) -> Iterable[Finding]:

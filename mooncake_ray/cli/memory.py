@@ -35,14 +35,12 @@ def run(args: argparse.Namespace) -> int:
     code = 0
     shown, documents = [], []
     for r in readings:
-        s = r.snapshot
-        if s is not None and not s.has_object_rows:
-            r = pools.Reading(r.pool, error=f"its broker (version {s.version or 'unknown'}) does not list objects")
         if r.error:
             print(f"mooncake-ray: pool {r.pool.scope}: {r.error}", file=sys.stderr)
             code = 1
+        s = r.snapshot
+        if s is None:  # or nobody is connected
             continue
-        s = s or Snapshot()
         shown.append(
             "\n".join([f"pool {r.pool.scope}", *(f"  {line}" for line in lines(s, args.sort, args.group_by, args.limit, args.units))])
         )
@@ -57,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json:
         print(json.dumps({"pools": documents}, indent=2))
-    elif shown or not readings:
+    elif shown or not code:
         print("\n\n".join(shown) or no_such_pool(args.scope))
     return code
 

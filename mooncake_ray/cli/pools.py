@@ -7,10 +7,10 @@ that nobody is connected to is about to end, and is not asked: a session, howeve
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mooncake_ray.errors import BrokerDiedError
+from mooncake_ray.errors import StoreError
 from mooncake_ray.snapshot import Snapshot
 
 __all__ = ["PoolName", "Reading", "listed", "parse_sockets", "read"]
@@ -74,12 +74,11 @@ def read(pool: PoolName, command: str) -> Reading | None:
 
     try:
         client = Client.connect(pool.name, command)
-    except BrokerDiedError as e:
+    except StoreError as e:
         return Reading(pool, error=str(e)) if listed(pool.scope) else None
     try:
-        ask: Callable[[], str] = getattr(client, "inspect", client.stats)
-        return Reading(pool, ask(), observer=client.session)
-    except BrokerDiedError as e:
+        return Reading(pool, client.inspect(), observer=client.session)
+    except StoreError as e:
         return Reading(pool, error=str(e)) if listed(pool.scope) else None
     finally:
         client.close()

@@ -6,18 +6,18 @@ import ctypes
 import importlib.metadata
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
 from pathlib import Path
 
 from mooncake_ray.config import Config
-from mooncake_ray.errors import ConfigError
+from mooncake_ray.errors import ConfigError, StoreError
 
-__all__ = ["INTERNAL_VARIABLES", "RdmaPort", "Software", "collect", "rdma_ports"]
+__all__ = ["RdmaPort", "Software", "collect", "rdma_ports"]
 
-INTERNAL_VARIABLES = frozenset({"MOONCAKE_RAY", "MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK"})
 _BROKER_ANSWERS_S = 10.0
+_BROKER_BYTES = str(1 << 20)
 _METRICS_NEED = ("aiohttp", "grpcio", "opentelemetry-exporter-prometheus")
 
 
@@ -42,23 +42,20 @@ class Software:
     """Packages that Ray's metrics endpoint needs, and that are not there."""
     extension_error: str
     broker_error: str
-    broker_version: str
     config_error: str
-    pool_bytes: int
-    unknown_variables: tuple[str, ...]
+    config: Config | None
     ports: tuple[RdmaPort, ...]
     verbs_error: str
 
 
 def collect(environ: Mapping[str, str]) -> Software:
     """Looks at what this Python would use."""
-    extension_error, broker_error, broker_version = _compiled()
-    config_error, pool_bytes = "", 0
+    extension_error, broker_error = _compiled()
+    config_error, config = "", None
     try:
-        pool_bytes = Config.from_env(environ).pool_bytes
+        config = Config.from_env(environ)
     except ConfigError as e:
         config_error = str(e)
-    known = INTERNAL_VARIABLES | {f"MOONCAKE_RAY_{f.name.upper()}" for f in fields_of(Config)}
     ports = rdma_ports(Path("/sys/class/infiniband"))
     return Software(
         version=_version("mooncake_ray"),
@@ -67,10 +64,8 @@ def collect(environ: Mapping[str, str]) -> Software:
         not_for_metrics=tuple(package for package in _METRICS_NEED if not _version(package)),
         extension_error=extension_error,
         broker_error=broker_error,
-        broker_version=broker_version,
         config_error=config_error,
-        pool_bytes=pool_bytes,
-        unknown_variables=tuple(sorted(name for name in environ if name.startswith("MOONCAKE_RAY") and name not in known)),
+        config=config,
         ports=ports,
         verbs_error=_verbs() if ports else "",
     )
@@ -98,20 +93,25 @@ def _version(package: str) -> str:
         return ""
 
 
-def _compiled() -> tuple[str, str, str]:
-    """Errors of the extension and of the broker, and what the broker says its version is."""
+def _compiled() -> tuple[str, str]:
+    """Errors of the extension, and of the broker: one that lives for a moment is started and spoken to."""
     try:
         from mooncake_ray._native import pool
     except ImportError as e:
-        return str(e), "", ""
+        return str(e), ""
     program = Path(pool.__file__).with_name("mooncake-broker")
-    if not os.access(program, os.X_OK):
-        return "", f"{program} is missing or not executable", ""
+    name = f"mooncake_ray/{os.geteuid()}/doctor-{os.getpid()}"
+    command = [program, "--name", name, "--capacity", _BROKER_BYTES, "--prefault", "0", "--watch-pid", str(os.getpid()), "--linger", "0"]
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_BROKER_ANSWERS_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as e:
-        return "", str(e), ""
-    return "", "", done.stdout.split()[-1] if done.returncode == 0 and done.stdout.split() else ""
+        with tempfile.TemporaryFile() as complaints:  # no pipe: the broker, which goes on, would keep it open
+            code = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=complaints, timeout=_BROKER_ANSWERS_S, check=False).returncode
+            complaints.seek(0)
+            if code:
+                return "", complaints.read().decode(errors="replace").strip() or f"{program} ended with status {code}"
+        pool.Client.connect(name, "mooncake-ray doctor").close()
+    except (OSError, StoreError, subprocess.TimeoutExpired) as e:
+        return "", str(e)
+    return "", ""
 
 
 def _verbs() -> str:

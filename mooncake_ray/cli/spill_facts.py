@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -9,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Leftover", "Spill", "collect", "file_system_of", "leftovers"]
+__all__ = ["Leftover", "Spill", "collect", "file_system_of", "leftovers", "root"]
 
 _PUNCH_HOLE_KEEP_SIZE = 3
 _PAGE = mmap.PAGESIZE
@@ -37,9 +38,9 @@ class Leftover:
     bytes: int
 
 
-def default_root() -> Path:
-    """Where brokers of this user make their spill directories."""
-    return Path(tempfile.gettempdir()) / f"mooncake_ray-{os.geteuid()}"
+def root(spill_dir: str) -> Path | None:
+    """Where brokers of this user make their spill directories, by `Config.spill_dir`. None: nowhere."""
+    return None if spill_dir == "off" else Path(spill_dir or tempfile.gettempdir()) / f"mooncake_ray-{os.geteuid()}"
 
 
 def collect(directory: Path) -> Spill:
@@ -84,30 +85,33 @@ def file_system_of(path: str, mounts: str) -> str:
 
 
 def leftovers(root: Path) -> list[Leftover]:
-    """The directories in `root` in which no process has a file open, or stands."""
+    """The directories in `root` that no process has open or was started for: no broker, and none that waits to clean up after one."""
     try:
         directories = sorted(d for d in root.iterdir() if d.is_dir())
     except OSError:
         return []
     if not directories:
         return []
-    in_use = _open_files(str(root.resolve()) + "/")
+    in_use = _in_use({f"{root}/", f"{root.resolve()}/"})
     return [
         Leftover(str(d), sum(f.stat().st_blocks * 512 for f in d.rglob("*") if f.is_file()))
         for d in directories
-        if not any(f == str(d.resolve()) or f.startswith(str(d.resolve()) + "/") for f in in_use)
+        if not any(f"{path}/".startswith((f"{d}/", f"{d.resolve()}/")) for path in in_use)
     ]
 
 
-def _open_files(prefix: str) -> set[str]:
+def _in_use(prefixes: set[str]) -> set[str]:
+    """The paths that begin so among the open files and the command lines of all processes."""
     found = set()
-    for link in (*Path("/proc").glob("[0-9]*/fd/*"), *Path("/proc").glob("[0-9]*/cwd")):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            target = os.readlink(link)
+            words = {os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")}
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    words.add(os.readlink(link))
         except OSError:  # gone meanwhile, or another user's
             continue
-        if target.startswith(prefix):
-            found.add(target)
+        found.update(word for word in words if word.startswith(tuple(prefixes)))
     return found
 
 

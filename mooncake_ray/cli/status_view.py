@@ -21,18 +21,14 @@ def lines(reading: Reading, most_objects: int) -> list[str]:
         return [f"pool {pool.scope}", f"  does not answer: {reading.error}"]
     if s is None:
         return [f"pool {pool.scope}", "  idle: nobody is connected, so it will end"]
-    about = [f"pid {s.pid}"] if s.pid else []
-    about += [f"up {age(s.uptime_s)}"] if s.uptime_s else []
-    about += [f"version {s.version}"] if s.version else []
+    about = [f"pid {s.pid}", f"up {age(s.uptime_s)}"]
     about += [f"restarted {count(s.generation, 'time')}"] if s.generation else []
-    out = [f"pool {pool.scope}" + (f"  ({', '.join(about)})" if about else "")]
+    out = [f"pool {pool.scope}  ({', '.join(about)})"]
     out += _fill(s)
     out += _waiting(s)
     out += _section("arenas", _arenas(s))
     out += _section("groups", _groups(s))
     out += _section("sessions", _sessions(s, reading.observer))
-    if not s.has_object_rows:
-        return out
     out += _section("objects by owner", _totals("OWNER", model.by_owner(s)))
     out += _section("objects by age", _ages(s))
     out += _section("pinned objects", _pinned(s, most_objects))
@@ -121,7 +117,7 @@ def _sessions(s: Snapshot, observer: int) -> list[str]:
             str(x.pid),
             x.label,
             x.group or "-",
-            age(x.age_s) if x.age_s else "-",
+            age(x.age_s),
             amount(x.leases, x.leased_bytes),
             amount(x.pins, x.pinned_bytes),
             amount(x.claims, x.owned_bytes),

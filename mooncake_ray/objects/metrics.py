@@ -90,9 +90,8 @@ class Exporter:
                     self._counters[name].inc(more, dict.fromkeys(tags, key.removeprefix(counted)))
 
     def _export_node(self, me: int, snapshot: Snapshot) -> None:
-        exporter = snapshot.exporter()
-        self._next_question = self._rounds + (1 if exporter in (0, me) else _ASK_EVERY)
-        if exporter == me:
+        self._next_question = self._rounds + (1 if snapshot.first_listener in (0, me) else _ASK_EVERY)
+        if snapshot.first_listener == me:
             for name, (field, _) in GAUGES.items():
                 self._gauges[name].set(getattr(snapshot, field))
             for kind in ("sessions", "leases", "pins"):

@@ -63,7 +63,8 @@ def leaks_allowed(request: pytest.FixtureRequest) -> Allowed:
     if "pool_ray" not in request.fixturenames:
         return Allowed()
     ray_threads = ("ray_*", "mooncake_ray.*", "AsyncIO*", "Thread-*")
-    return Allowed(threads=ray_threads, descriptors=("socket:*", "anon_inode:*", "pipe:*"), processes=("ray::*",))
+    descriptors = ("socket:*", "anon_inode:*", "pipe:*", "/memfd:mooncake_ray*")
+    return Allowed(threads=ray_threads, descriptors=descriptors, maps=("r?-s",), processes=("ray::*", "*mooncake-broker --clean-up-after*"))
 
 
 @pytest.fixture

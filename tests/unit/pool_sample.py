@@ -54,7 +54,6 @@ STATS = {
     "groups": [{"name": "01000000", "resident_bytes": 256 * MIB, "quota_bytes": 512 * MIB}],
     "uptime_s": 3700.0,
     "generation": 1,
-    "version": "0.1.0",
     "protocol": 3,
     "pid": 4000,
     "first_listener": 11,
@@ -131,3 +130,8 @@ ROWS = [
 
 STATS_TEXT = json.dumps(STATS)
 INSPECT_TEXT = json.dumps({**STATS, "object_rows": ROWS})
+
+
+def with_changes(**changes) -> str:
+    """What `stats` might say of a pool that differs in some fields."""
+    return json.dumps({**STATS, **changes})

@@ -81,7 +81,7 @@ def test_ctrl_c(scope, batch):
         [COMMAND, "status", "--watch", "--scope", scope.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert watch.stdout.readline().startswith("--- "), "plain lines, if nobody sees a screen"
-    assert watch.stdout.readline() == f"pool {scope.name}\n"
+    assert watch.stdout.readline().startswith(f"pool {scope.name}  (pid ")
     watch.send_signal(signal.SIGINT)
     _, err = watch.communicate(timeout=30)
     assert (watch.returncode, err) == (130, "")

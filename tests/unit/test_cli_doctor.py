@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,10 +47,8 @@ SOFTWARE = Software(
     not_for_metrics=(),
     extension_error="",
     broker_error="",
-    broker_version="0.1.0",
     config_error="",
-    pool_bytes=30 * GIB,
-    unknown_variables=(),
+    config=None,
     ports=(),
     verbs_error="",
 )
@@ -123,10 +122,7 @@ def test_a_spill_directory_that_is_not_there_yet():
         ({"torch": "2.4.1"}, {"torch": "error"}),
         ({"extension_error": "undefined symbol"}, {"extension": "error"}),
         ({"broker_error": "x is missing"}, {"broker": "error"}),
-        ({"broker_version": "0.0.9"}, {"broker": "error"}),
-        ({"broker_version": ""}, {}),
         ({"config_error": "not a size: 'x'"}, {"settings": "error"}),
-        ({"unknown_variables": ("MOONCAKE_RAY_CAPACITY",)}, {"settings": "warning"}),
         ({"ports": (RdmaPort("mlx5_0", 1, "ACTIVE", 3),)}, {}),
         ({"ports": (RdmaPort("mlx5_0", 1, "DOWN", 3),)}, {"RDMA": "warning"}),
         ({"ports": (RdmaPort("mlx5_0", 1, "ACTIVE", 0),)}, {"RDMA": "warning"}),
@@ -149,21 +145,6 @@ def test_meminfo():
     assert host_facts.parse_meminfo("MemTotal:  10 kB\nHugePages_Total:   3\nOdd:\n") == {"MemTotal": 10240, "HugePages_Total": 3}
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "limit"),
-    [
-        ("0::/", {}, None),
-        ("0::/a/b", {"/sys/fs/cgroup/a/memory.max": "500", "/sys/fs/cgroup/a/b/memory.max": "max"}, 500),
-        ("0::/a/b", {"/sys/fs/cgroup/memory.max": "300", "/sys/fs/cgroup/a/b/memory.max": "400"}, 300),
-        ("3:cpu,memory:/x\n0::/", {"/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "700"}, 700),
-        ("3:memory:/", {"/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("0::/../outside", {"/sys/fs/cgroup/memory.max": "100"}, 100),
-    ],
-)
-def test_the_lowest_limit_of_all_cgroups_above(membership, files, limit):
-    assert host_facts.lowest_cgroup_limit(membership, lambda path: files.get(path, ""))[0] == limit
-
-
 def test_file_system_of_a_path():
     mounts = "/dev/a / ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n/dev/b /tmp/my\\040disk xfs rw 0 0\n"
     assert [spill_facts.file_system_of(p, mounts) for p in ("/x", "/tmpx", "/tmp/x", "/tmp/my disk/y")] == ["ext4", "ext4", "tmpfs", "xfs"]
@@ -181,10 +162,11 @@ def test_a_directory_that_cannot_be_written():
 
 
 def test_leftovers_are_what_nobody_has_open(tmp_path):
-    for name in ("dead", "live", "lively"):
+    for name in ("dead", "live", "lively", "waited"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "spill").write_bytes(b"x" * 5000)
-    with open(tmp_path / "live" / "spill"):
+    janitor = ["sh", "-c", "read x", "mooncake-broker", "--clean-up-after", "1", str(tmp_path / "waited")]
+    with open(tmp_path / "live" / "spill"), subprocess.Popen(janitor, stdin=subprocess.PIPE):
         found = spill_facts.leftovers(tmp_path)
     assert [Path(x.path).name for x in found] == ["dead", "lively"] and found[0].bytes >= 4096
     assert levels(judge.leftovers(found)) == {"leftover": "warning"}
@@ -201,18 +183,32 @@ def test_rdma_ports(tmp_path):
     assert software_facts.rdma_ports(tmp_path / "none") == ()
 
 
-def test_settings_are_checked():
-    found = software_facts.collect({"MOONCAKE_RAY_CAPACITY_BYTES": "much", "MOONCAKE_RAY_CAPACTY_BYTES": "1G", "MOONCAKE_RAY": "1"})
-    assert "not a size: 'much'" in found.config_error and found.unknown_variables == ("MOONCAKE_RAY_CAPACTY_BYTES",)
+@pytest.mark.parametrize(("name", "value"), [("CAPACITY_BYTES", "much"), ("CAPACTY_BYTES", "1G"), ("SPILL_DIR", "relative")])
+def test_settings_are_checked(name, value):
+    found = software_facts.collect({f"MOONCAKE_RAY_{name}": value})
+    assert found.config_error and found.config is None
+    assert software_facts.collect({"MOONCAKE_RAY_SPILL_DIR": "off"}).config.spill_dir == "off"
 
 
-def test_the_variables_that_are_no_settings_are_known():
-    from mooncake_ray.objects import install
+def test_a_broker_is_tried(monkeypatch, tmp_path):
+    assert software_facts.collect({}).broker_error == ""
+    from mooncake_ray._native import pool
 
-    assert {install._USERS_HOOK_VARIABLE, install._JOB_VARIABLE} < software_facts.INTERNAL_VARIABLES
+    monkeypatch.setattr(pool, "__file__", str(tmp_path / "pool.so"))
+    assert "No such file" in software_facts.collect({}).broker_error
+    (tmp_path / "mooncake-broker").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "mooncake-broker").chmod(0o755)
+    assert "ended with status 3" in software_facts.collect({}).broker_error
+    (tmp_path / "mooncake-broker").write_text("#!/bin/sh\nexit 0\n")
+    assert "no broker" in software_facts.collect({}).broker_error
 
 
 # ---- the command
+
+
+def test_no_spilling():
+    assert levels(judge.spill(None, GIB)) == {} and spill_facts.root("off") is None
+    assert spill_facts.root("/big") == Path(f"/big/mooncake_ray-{os.geteuid()}")
 
 
 def test_lines_say_what_to_do():

@@ -24,6 +24,16 @@ def undo():
         yield stack
 
 
+@pytest.fixture
+def store(store):
+    """One that has its pool mapped already, as any that was used has."""
+    store.free([store.put({"x": np.ones(1 << 16)})])
+    key = store.put({"x": np.ones(1 << 16)})
+    store.get(key)
+    store.free([key])
+    return store
+
+
 class Watch:
     """What was left behind since it was made."""
 

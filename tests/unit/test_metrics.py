@@ -40,7 +40,6 @@ class Node:
 
 
 class Worker:
-    connected = True
     current_node_id = Node()
 
 
@@ -59,12 +58,20 @@ class Client:
         return json.dumps(self.said)
 
 
+class Session:
+    worker = Worker()
+    over = False
+
+    def __init__(self):
+        self.client = Client()
+
+
 @pytest.fixture
 def exporter(monkeypatch):
     Metric.made = {}
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(metrics, kind, Metric)
-    yield metrics.Exporter(Client(), Worker(), 1.0)
+    yield metrics.Exporter(Session(), 1.0)
     counters.timing(False)
 
 
@@ -87,7 +94,7 @@ def test_what_is_counted_is_exported_once(exporter):
 
 def test_what_was_counted_before_the_session_is_not_its_own(exporter):
     counters.count("routed", 5)
-    second = metrics.Exporter(Client(), Worker(), 1.0)
+    second = metrics.Exporter(Session(), 1.0)
     second.flush()
     assert taken("mooncake_ray_puts") == []
 
@@ -126,26 +133,26 @@ def test_the_node_is_exported_by_the_session_that_the_broker_names(exporter):
     assert taken("mooncake_ray_pool_used_bytes") == [STATS["used_bytes"]] and taken("mooncake_ray_pool_waiting") == [3]
     reaped = {tags["kind"]: n for n, tags in taken("mooncake_ray_reaped")}
     assert reaped == {"sessions": 1, "leases": 2, "pins": 3}
-    exporter.client.said["reaped_pins"] = 5
+    exporter.session.client.said["reaped_pins"] = 5
     exporter.flush()
     assert taken("mooncake_ray_reaped") == [(2, {"kind": "pins"})]
 
 
 def test_other_sessions_seldom_ask(exporter):
-    exporter.client.said["first_listener"] = 99
+    exporter.session.client.said["first_listener"] = 99
     for _ in range(metrics._ASK_EVERY):
         exporter.flush()
-    assert exporter.client.asked == 1 and taken("mooncake_ray_pool_used_bytes") == []
-    exporter.client.said["first_listener"] = 11
+    assert exporter.session.client.asked == 1 and taken("mooncake_ray_pool_used_bytes") == []
+    exporter.session.client.said["first_listener"] = 11
     exporter.flush()
     assert len(taken("mooncake_ray_pool_used_bytes")) == 1
 
 
 def test_nobody_is_named_yet(exporter):
-    exporter.client.said.update(first_listener=0, sessions=[])
+    exporter.session.client.said.update(first_listener=0, sessions=[])
     exporter.flush()
     exporter.flush()
-    assert exporter.client.asked == 2
+    assert exporter.session.client.asked == 2
 
 
 def ended(exporter):
@@ -154,33 +161,43 @@ def ended(exporter):
     return not exporter.thread.is_alive()
 
 
-def test_the_thread_ends_with_the_broker(exporter):
-    exporter.client.said = None
+def test_the_thread_ends_with_the_session(exporter):
+    exporter.session.over = True
     assert ended(exporter)
 
 
-def test_the_thread_ends_with_the_session(exporter, monkeypatch):
-    monkeypatch.setattr(exporter.client, "usable", False, raising=False)
-    assert ended(exporter)
-
-
-def test_a_bad_round_is_not_the_last(exporter, monkeypatch):
+@pytest.mark.parametrize("error", [BrokerDiedError, RuntimeError])
+def test_a_bad_round_is_not_the_last(exporter, monkeypatch, error):
     rounds = []
 
     def flush():
         rounds.append(1)
-        if len(rounds) == 2:
-            raise BrokerDiedError("gone")
-        raise RuntimeError("bad")
+        exporter.session.over = len(rounds) == 2
+        raise error("bad")
 
     monkeypatch.setattr(exporter, "flush", flush)
     exporter.interval_s = 0.01
     assert ended(exporter) and len(rounds) == 2
 
 
+def test_the_next_broker_counts_from_nothing(exporter):
+    exporter.flush()
+    taken("mooncake_ray_reaped")
+    exporter.session.client = Client()
+    exporter.session.client.said["reaped_pins"] = 1
+    exporter.flush()
+    assert {"pins": 1}.items() <= {tags["kind"]: n for n, tags in taken("mooncake_ray_reaped")}.items()
+
+
+def test_between_two_brokers_nobody_is_asked(exporter):
+    exporter.session.client.usable = False
+    exporter.flush()
+    assert exporter.session.client.asked == 0
+
+
 def test_off():
     before = threading.active_count()
-    assert metrics.start(Client(), Worker(), 0) is None and threading.active_count() == before
+    assert metrics.start(Session(), 0) is None and threading.active_count() == before
 
 
 # ---- the dashboard
