@@ -9,7 +9,8 @@ Looked at is the difference over one test: leases and pins of this process, byte
 what brokers spill, maps of a pool's memory, Python threads, child processes, and brokers. What is shared by several tests must be there
 before the first of them (a fixture of a wider scope is), or be allowed by overriding the fixture `leaks_allowed`.
 
-Pools and brokers are those that this process and its children started; a broker is known by a variable in its environment.
+Pools and brokers are those that this process and its children started after the first test that asks for `no_leaks`; a broker is known by a
+variable in its environment.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -184,19 +185,19 @@ def _descriptors() -> dict[tuple[int, str], str]:
 
 
 def _files(before: Usage | None) -> dict[str, str]:
-    """In /dev/shm and below the spill directory. Of the new ones those that another process, which this one did not start, uses are not ours."""
+    """In /dev/shm and where brokers spill. New ones that are used by a process of before, or by one that is not ours, were not left behind."""
     root = spill_facts.root(Config.from_env().spill_dir)
     spilled = (*root.glob("*"), *root.glob("*/*")) if root else ()
     paths = [str(p) for p in (*Path("/dev/shm").glob("*"), *spilled)]
     new = [p for p in paths if before is not None and p not in before.files]
-    theirs = _used_by_others() if new else set()
+    theirs = _used_by_others(before) if new and before else set()
     return {p: f"file {p} ({_bytes_of(p)} bytes)" for p in paths if p not in theirs}
 
 
-def _used_by_others() -> set[str]:
+def _used_by_others(before: Usage) -> set[str]:
     found: set[str] = set()
     for pid in _pids():
-        if pid == os.getpid() or _is_ours(pid):
+        if pid == os.getpid() or (pid not in before.processes and _is_ours(pid)):
             continue
         for line in _read(pid, "maps").decode(errors="replace").splitlines():
             found.add(line.partition("/")[1] + line.partition("/")[2])
@@ -234,7 +235,7 @@ def _processes(before: Usage | None) -> dict[int, str]:
             found[pid] = known[pid]
         elif before is None:
             found[pid] = ""
-        elif _is_ours(pid):
+        elif _is_ours(pid) and not _cleans_up_after(pid, known):
             found[pid] = _described(pid)
     return found
 
@@ -243,6 +244,12 @@ def _described(pid: int) -> str:
     words = _read(pid, "cmdline").rstrip(b"\0").split(b"\0")
     line = os.fsdecode(b" ".join(words)) or "(a zombie, which nobody waited for)"
     return f"{'broker' if words[0].endswith(b'mooncake-broker') else 'process'} {pid}: {line}"
+
+
+def _cleans_up_after(pid: int, brokers: Container[int]) -> bool:
+    """Whether this is what waits for the end of one of these brokers, to remove what it spilled."""
+    words = _read(pid, "cmdline").split(b"\0")
+    return words[1:2] == [b"--clean-up-after"] and words[2].isdigit() and int(words[2]) in brokers
 
 
 def _is_ours(pid: int) -> bool:

@@ -14,6 +14,7 @@ __all__ = ["Finding", "host", "leftovers", "software", "spill"]
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _FILES_PER_CLIENT = 3  # descriptors a broker holds for each process: requests, events, pidfd
+_MANY_FILES = 65536
 _CLIENTS = 512  # processes on one node that there should be room for
 _MAPS = 65530  # the kernel's default
 _SHM_SHARE = 0.3  # of the memory: what Ray asks /dev/shm for by default
@@ -98,7 +99,7 @@ def _limits(h: Host, rdma: bool) -> Iterable[Finding]:
         "open files",
         h.open_files < 0 or clients >= _CLIENTS,
         "no limit" if h.open_files < 0 else f"limit {h.open_files}: a pool takes about {count(clients, 'process', 'processes')}",
-        f"ulimit -n {h.open_files_hard if h.open_files_hard > 0 else 65536}, before Ray starts",
+        f"ulimit -n {max(h.open_files_hard, _MANY_FILES) if h.open_files_hard <= h.open_files else h.open_files_hard}, before Ray starts",
     )
     locked = "no limit" if h.locked_bytes < 0 else f"limit {size(h.locked_bytes)}"
     yield _finding(

@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
         if s is None:  # or nobody is connected
             continue
         shown.append(
-            "\n".join([f"pool {r.pool.scope}", *(f"  {line}" for line in lines(s, args.sort, args.group_by, args.limit, args.units))])
+            "\n".join(
+                [f"pool {r.pool.scope}", *(f"  {line}".rstrip() for line in lines(s, args.sort, args.group_by, args.limit, args.units))]
+            )
         )
         rows = _sorted(s, args.sort)[: args.limit]
         documents.append(

@@ -7,8 +7,9 @@ that nobody is connected to is about to end, and is not asked: a session, howeve
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from mooncake_ray.errors import StoreError
 from mooncake_ray.snapshot import Snapshot
@@ -16,6 +17,7 @@ from mooncake_ray.snapshot import Snapshot
 __all__ = ["PoolName", "Reading", "listed", "parse_sockets", "read"]
 
 _SOCKETS = "/proc/net/unix"
+_RAY_TITLE = "ray::"
 _LISTENS = 1 << 16  # __SO_ACCEPTCON among a row's flags
 
 
@@ -36,10 +38,14 @@ class Reading:
     text: str = ""
     error: str = ""
     observer: int = 0  # the session that asked
+    titles: Mapping[int, str] = field(default_factory=dict)  # what processes call themselves now, by pid, where that says more
 
     @property
     def snapshot(self) -> Snapshot | None:
-        return Snapshot.parse(self.text) if self.text else None
+        if not self.text:
+            return None
+        s = Snapshot.parse(self.text)
+        return replace(s, sessions=tuple(replace(x, label=self.titles.get(x.pid, x.label)) for x in s.sessions))
 
 
 def parse_sockets(lines: Iterable[str], uid: int) -> list[PoolName]:
@@ -66,6 +72,16 @@ def listed(scope: str | None = None) -> list[PoolName]:
     return [p for p in found if scope is None or p.scope == scope]
 
 
+def title_of(pid: int) -> str:
+    """What Ray has a worker call itself, such as `ray::Trainer.step`; "" for other processes."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    title = line.rstrip(b"\0 ").decode(errors="replace")
+    return title if title.startswith(_RAY_TITLE) else ""
+
+
 def read(pool: PoolName, command: str) -> Reading | None:
     """Asks a broker all it can tell, as an observer called `command`. None if the pool has ended meanwhile."""
     if not pool.connections:
@@ -77,7 +93,9 @@ def read(pool: PoolName, command: str) -> Reading | None:
     except StoreError as e:
         return Reading(pool, error=str(e)) if listed(pool.scope) else None
     try:
-        return Reading(pool, client.inspect(), observer=client.session)
+        text = client.inspect()
+        pids = {s.pid for s in Snapshot.parse(text).sessions}
+        return Reading(pool, text, observer=client.session, titles={pid: title for pid in pids if (title := title_of(pid))})
     except StoreError as e:
         return Reading(pool, error=str(e)) if listed(pool.scope) else None
     finally:

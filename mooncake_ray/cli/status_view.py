@@ -104,7 +104,11 @@ def _arenas(s: Snapshot) -> list[str]:
 
 
 def _groups(s: Snapshot) -> list[str]:
-    rows = [(g.name or "-", size(g.resident_bytes), size(g.quota_bytes) if g.quota_bytes else "none") for g in s.groups]
+    rows = [
+        (g.name or "-", size(g.resident_bytes), size(g.quota_bytes) if g.quota_bytes else "none")
+        for g in s.groups
+        if g.name or g.resident_bytes
+    ]
     return table(("GROUP", "RESIDENT", "QUOTA"), rows, right=(1, 2)) if rows else []
 
 

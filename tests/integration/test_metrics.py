@@ -48,7 +48,7 @@ class Reader:
     def read(self, batch):
         return float(batch["x"].sum())
 
-mooncake_ray.install(capacity_bytes=64 << 20, prefault_bytes=64 << 20, metrics_interval_s=0.2, put_timeout_s=0.1)
+mooncake_ray.install(capacity_bytes=64 << 20, prefault_bytes=64 << 20, metrics_interval_s=0.2)
 for _ in range(2):
     port = free_port()
     ray_init(num_cpus=2, _metrics_export_port=port, _system_config={"metrics_report_interval_ms": 1000})

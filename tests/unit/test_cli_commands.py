@@ -41,9 +41,7 @@ def test_status(scope, batch):
 
 
 def test_status_lists_every_pool(scope, batch):
-    from conftest import Scope
-
-    other = Scope()
+    other = type(scope)()
     other.store()
     try:
         done = subprocess.run([COMMAND, "status"], capture_output=True, text=True, timeout=60, check=False)  # 1, if another's pool is ill

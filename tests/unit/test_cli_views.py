@@ -113,6 +113,15 @@ def test_status_of_an_empty_pool():
     assert "sessions" not in out and "by owner" not in out
 
 
+def test_workers_of_ray_are_called_as_they_call_themselves(monkeypatch, tmp_path):
+    assert "ray::Rollout.generate (pid 4002)" in shown(titles={4002: "ray::Rollout.generate"})
+    for pid, line in ((1, b"ray::IDLE\0\0\0"), (2, b"python\0train.py\0")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_bytes(line)
+    monkeypatch.setattr(pools, "Path", lambda path: tmp_path / path.removeprefix("/proc/"))
+    assert [pools.title_of(pid) for pid in (1, 2, 3)] == ["ray::IDLE", "", ""]
+
+
 def test_status_does_not_show_who_looks():
     assert "rollout   0100" not in shown(observer=12)
 

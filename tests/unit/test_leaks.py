@@ -185,6 +185,20 @@ def test_a_broker(scope):
     assert watch.left(Allowed()) == []
 
 
+def test_what_a_broker_of_before_spills_is_its_own(scope, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOONCAKE_RAY_SPILL_DIR", str(tmp_path))
+    store = scope.store(spill_dir=str(tmp_path))
+    watch = Watch()
+    keys = [store.put({"x": np.ones(1 << 19)}) for _ in range(12)]  # 48 MiB of 32
+    scope.eventually(lambda: list(tmp_path.glob("*/*/data")))
+    store.free(keys)
+    del store
+    scope.stores[0].close()
+    assert watch.left(Allowed(deadline_s=0.1, descriptors=("*",), maps=("*",))) == []
+    scope.close()
+    assert watch.left(Allowed()) == []
+
+
 def test_a_broker_that_lingers_is_waited_for(scope):
     watch = Watch()
     scope.store()
