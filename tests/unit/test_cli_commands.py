@@ -62,7 +62,7 @@ def test_no_such_pool(scope):
 
 
 def test_looking_again_and_again_does_not_keep_a_broker(scope):
-    scope.store()  # lingers 0.2 s
+    scope.store(linger_s=1.0)
     watch = subprocess.Popen([COMMAND, "status", "--watch", "0.1", "--scope", scope.name], stdout=subprocess.PIPE, text=True)
     try:
         scope.eventually(lambda: f"pool {scope.name}" in watch.stdout.readline())
@@ -72,6 +72,14 @@ def test_looking_again_and_again_does_not_keep_a_broker(scope):
     finally:
         watch.send_signal(signal.SIGINT)
         watch.communicate()
+
+
+def test_a_pool_that_nobody_uses_is_not_asked(scope):
+    scope.store(linger_s=1000)
+    (pid,) = scope.brokers()
+    scope.close()
+    scope.eventually(lambda: "idle: nobody is connected" in run("status", "--scope", scope.name).stdout)
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c(scope, batch):
