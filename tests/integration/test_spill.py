@@ -24,6 +24,17 @@ def filled(seed: int, nbytes: int = MIB) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
+def put_until_full(store, keys: list, timeout_s: float = 0.5) -> None:
+    """Raises when no more fits."""
+    for i in range(100):
+        keys.append(store.put(filled(i), timeout_s=timeout_s))
+
+
+def lease_until_full(store, leases: list) -> None:
+    while True:
+        leases.append(store.create(MIB // 4, timeout_s=0.1))
+
+
 @pytest.fixture
 def spilling(tmp_path, scope_with) -> Iterator:
     """A pool of 32 MiB that spills to a directory of the test's."""
@@ -71,8 +82,7 @@ def test_a_get_never_waits_for_room(spilling):
     pinned = [store.view(k) for k in keys[32:60]]
     leases: list = []
     with pytest.raises(StoreFullError):
-        while True:
-            leases.append(store.create(MIB // 4, timeout_s=0.1))
+        lease_until_full(store, leases)
     before = store.stats()["served_from_disk"]
     views = [store.view(k) for k in keys[:8]]  # more than what is left
     for i, view in enumerate(views):
@@ -167,8 +177,7 @@ def test_a_limit_on_the_disk(tmp_path, scope_with):
     store = scope.store()
     keys = []
     with pytest.raises(StoreFullError, match="limit of 16777216 bytes"):
-        for i in range(100):
-            keys.append(store.put(filled(i), timeout_s=0.5))
+        put_until_full(store, keys)
     assert len(keys) >= 40
     for i, key in enumerate(keys):
         assert np.array_equal(store.get(key), filled(i))
@@ -186,8 +195,7 @@ def test_a_full_disk_loses_nothing_and_says_so(tmp_path, scope_with):
         store = scope.store()
         keys = []
         with pytest.raises(StoreFullError, match=r"disk is all but full|No space left"):
-            for i in range(100):
-                keys.append(store.put(filled(i), timeout_s=0.5))
+            put_until_full(store, keys)
         assert len(keys) >= 40
         assert "small" in store.stats()["spill_error"]
         for i, key in enumerate(keys):
@@ -208,8 +216,7 @@ def test_a_directory_that_cannot_be_used(tmp_path, scope_with):
     store = scope.store()
     keys = []
     with pytest.raises(StoreFullError, match=r"nothing can be spilled: .*mooncake_ray-"):
-        for i in range(100):
-            keys.append(store.put(filled(i), timeout_s=0.5))
+        put_until_full(store, keys)
     for i, key in enumerate(keys):
         assert np.array_equal(store.get(key), filled(i))
     scope.close()
