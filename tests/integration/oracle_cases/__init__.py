@@ -14,7 +14,7 @@ __all__ = ["CASES", "warm_up"]
 
 THEMES = [
     *("containers", "torch_values", "numpy_values", "snapshots", "lifetimes", "waiting", "tasks", "actors", "streams", "errors", "pickles"),
-    *("restarts", "cancellation", "concurrency", "detached", "captured"),
+    *("restarts", "cancellation", "concurrency", "detached", "captured", "forms"),
 ]
 
 for theme in THEMES:
