@@ -164,7 +164,7 @@ def main():
     if routed:
         stats = mooncake_ray.stats()
         results["routed"] = stats["routed"] > 0 and stats["adopted"] > 0
-        # Ray 2.60 itself keeps counting a ref inside a put that a task on a lost node has read: here the one put whose ref `arguments` was given.
+        # Ray 2.60 itself never stops counting a ref inside a put that a task on a lost node has read: here the token in `held`.
         until(lambda: mooncake_ray.pool_stats()["objects"] <= 1, "a pool that is empty but for one object")
     print(json.dumps(results))
     ray.shutdown()
