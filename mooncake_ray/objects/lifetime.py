@@ -258,7 +258,10 @@ class Lifetimes:
             with self._lock:
                 if in_scope := key in self._returns:
                     self._returns[key] = True
-            self._adopt_if(in_scope, kind, key, None, mine=True)
+            if in_scope:
+                self._adopt_if(True, kind, key, None, mine=True)
+            else:  # out of scope before, and made again where Ray reconstructs what was made of it
+                self._adopt_if(_row(key) in self._table(), kind, key, _row(key), mine=True)
         elif what.generator is not None:
             self._streamed[key] = what
         elif what.dynamic:  # as long as the task's ref or any of its items lives

@@ -17,6 +17,7 @@ from mooncake_ray.testing import Allowed
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 DEADLINE_S = 20.0
 
 

@@ -1,6 +1,6 @@
-"""Runs the oracle cases in fresh processes: plain Ray, or Ray with the pool installed.
+"""Runs the oracle cases in fresh processes: plain Ray, Ray with the pool installed, or plain Ray with our decorator in place of Ray's.
 
-Usage: python oracle_runner.py --mode plain|pool --out results.jsonl [case ...]
+Usage: python oracle_runner.py --mode plain|pool|decorated --out results.jsonl [case ...]
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _python_path():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=["plain", "pool"], required=True)
+    parser.add_argument("--mode", choices=["plain", "pool", "decorated"], required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
@@ -96,6 +96,7 @@ def main():
 
 def _start(mode):
     faulthandler.dump_traceback_later(120, exit=True)
+    os.environ["ORACLE_MODE"] = mode
     import ray
 
     if mode == "pool":
@@ -108,7 +109,7 @@ def _start(mode):
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=400 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+        runtime_env={"env_vars": {name: os.environ[name] for name in ("PYTHONPATH", "ORACLE_MODE")}},
     )
     from oracle_cases import warm_up
 

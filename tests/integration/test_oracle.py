@@ -1,10 +1,11 @@
-"""Ray's own behaviour as the oracle: each case must turn out the same with the pool installed.
+"""Ray's own behaviour as the oracle: each case must turn out the same with the pool installed, and with our decorator in place of Ray's.
 
 ORACLE_SUBJECT=plain compares plain Ray with plain Ray, which shows a case that is not deterministic.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -17,25 +18,33 @@ from oracle_cases import CASES
 from oracle_outcome import first_difference
 from oracle_runner import run_mode
 
-SUBJECT = os.environ.get("ORACLE_SUBJECT", "pool")
+SUBJECTS = os.environ.get("ORACLE_SUBJECT", "pool decorated").split()
+VALUES_ONLY = {f"oracle_cases.{theme}" for theme in ("containers", "torch_values", "numpy_values", "pickles")}  # where nothing is remote
 MIN_ROUTED_CASES = 20
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
+
+
+def names_for(subject):
+    return [name for name, case in CASES.items() if subject != "decorated" or case.__module__ not in VALUES_ONLY]
 
 
 @pytest.fixture(scope="session")
-def oracle_run(tmp_path_factory):
-    return run_mode("plain", tmp_path_factory.mktemp("oracle"), list(CASES))
+def run_of(request, tmp_path_factory):
+    """The results of a mode, by case; each mode runs once, with the cases that pytest was asked for."""
+    asked = {item.callspec.params.get("name") for item in request.session.items if item.path == Path(__file__)}
+
+    @functools.cache
+    def run(mode, *, oracle=False):
+        names = [name for name in CASES if name in asked and (oracle or name in names_for(mode))]
+        return run_mode(mode, tmp_path_factory.mktemp("oracle" if oracle else mode), names)
+
+    return run
 
 
-@pytest.fixture(scope="session")
-def subject_run(tmp_path_factory):
-    return run_mode(SUBJECT, tmp_path_factory.mktemp("subject"), list(CASES))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_oracle(name, oracle_run, subject_run):
-    expected, actual = oracle_run[name], subject_run[name]
+@pytest.mark.parametrize(("subject", "name"), [(subject, name) for subject in SUBJECTS for name in names_for(subject)])
+def test_oracle(subject, name, run_of):
+    expected, actual = run_of("plain", oracle=True)[name], run_of(subject)[name]
     if "skipped" in expected["outcome"]:
         pytest.skip(expected["outcome"]["skipped"])
     unusable = {"raised", "ended"} & expected["outcome"].keys() if isinstance(expected["outcome"], dict) else set()
@@ -44,8 +53,9 @@ def test_oracle(name, oracle_run, subject_run):
     assert difference is None, f"{difference}\n{actual.get('trace', '')}"
 
 
-def test_oracle_is_not_vacuous(subject_run):
-    if SUBJECT == "plain":
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_oracle_is_not_vacuous(subject, run_of):
+    if subject == "plain":
         pytest.skip("plain Ray routes nothing")
-    routed = sorted(name for name, result in subject_run.items() if result["routed"] > 0)
-    assert len(routed) >= MIN_ROUTED_CASES, f"only {len(routed)} of {len(CASES)} cases routed anything: {routed}"
+    routed = sorted(name for name, result in run_of(subject).items() if result["routed"] > 0)
+    assert len(routed) >= MIN_ROUTED_CASES, f"only {len(routed)} of {len(names_for(subject))} cases routed anything: {routed}"
