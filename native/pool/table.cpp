@@ -315,8 +315,7 @@ void Table::unpin(ObjectId id, uint64_t n) {
 void Table::remove(ObjectId id) {
   auto it = objects_.find(id);
   if (it == objects_.end() || !it->second.sealed || it->second.removed) return;
-  it->second.removed = true;
-  effects_.changed.push_back(id);
+  end_now(id, it->second);
   ClaimKey self{uint32_t(ClaimKind::kSelf)};
   std::memcpy(self.bytes, &id, sizeof id);
   if (auto c = claims_.find(self); c != claims_.end()) end_claim(c);  // whoever freed it
@@ -329,8 +328,14 @@ void Table::maybe_drop(ObjectId id) {
   Object& o = it->second;
   if (!o.sealed || o.pins || (o.claims && !o.removed)) return;
   if (o.io == Io::kNone) return drop(it);
-  if (std::exchange(o.removed, true)) return;  // its memory is in use: it goes when that ends
+  if (!o.removed) end_now(id, o);  // its memory is in use: it goes when that ends
+}
+
+// From now on nobody finds it, here or in another life. What it occupies is freed by `drop`.
+void Table::end_now(ObjectId id, Object& o) {
+  o.removed = true;
   effects_.changed.push_back(id);
+  if (saving_ && o.on_disk()) effects_.saved.objects.push_back(id);
 }
 
 void Table::drop(ObjectIt it) {

@@ -145,6 +145,7 @@ class Table {
   const Counters& counters() const { return counters_; }
   uint64_t used_bytes() const { return usage_.used; }
   uint64_t used_bytes(int place) const;
+  uint64_t disk_end() const { return disk_.total_pages() * kPageSize; }  // nothing in the spill file lies beyond
   uint64_t populated_bytes() const;
   uint64_t populated_bytes(uint32_t arena) const { return arenas_.at(arena).total_pages() * kPageSize; }
   uint64_t arena_used(uint32_t a) const { return (arenas_.at(a).total_pages() - arenas_[a].free_pages()) * kPageSize; }
@@ -228,6 +229,7 @@ class Table {
   void free_extent(Object& o);
   void drop(ObjectIt it);
   void maybe_drop(ObjectId id);
+  void end_now(ObjectId id, Object& o);
   void unpin(ObjectId id, uint64_t n);
   void settle(ObjectId id, Object& o);
   bool evict_one_clean(std::optional<uint32_t> group);

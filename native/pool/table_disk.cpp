@@ -47,13 +47,13 @@ bool Table::start_write(ObjectId id, Object& o) {
   auto extent = disk_.allocate(o.pages);
   if (!extent) {
     const uint64_t have = disk_.total_pages() * kPageSize, left = limits_.disk - std::min(limits_.disk, have);
-    if (left < o.bytes()) {
-      disk_refuses_ = true;
-      disk_error_ = "the spill file has reached its limit of " + std::to_string(limits_.disk) + " bytes";
-      return false;
-    }
     disk_.extend(std::min(left, std::max(o.bytes(), kDiskStep)) / kPageSize);
     extent = disk_.allocate(o.pages);
+  }
+  if (!extent) {
+    disk_refuses_ = true;
+    disk_error_ = "the spill file has reached its limit of " + std::to_string(limits_.disk) + " bytes";
+    return false;
   }
   o.extent = extent->node;
   o.disk = extent->first * kPageSize;
@@ -199,17 +199,32 @@ void Table::restored() {
   std::vector<std::pair<uint64_t, ObjectId>> by_place;
   for (auto& [id, o] : objects_) by_place.emplace_back(o.disk / kPageSize, id);
   std::sort(by_place.begin(), by_place.end());
+  // Of what nobody wants, and of those that share a place, none of which can be trusted to be what it was, nothing is kept.
+  uint64_t end = 0;
+  Object* last = nullptr;  // it ends there
+  for (auto& [page, id] : by_place) {
+    Object& o = objects_.at(id);
+    if (page < end) o.claims = last->claims = 0;
+    if (page + o.pages > end) end = page + o.pages, last = &o;
+  }
   for (auto& [page, id] : by_place) {
     auto it = objects_.find(id);
     Object& o = it->second;
-    if (page >= disk_.total_pages()) {
-      disk_.extend(page - disk_.total_pages());
-      o.extent = disk_.append(o.pages);
-      disk_used_ += o.bytes();
-      if (o.claims) continue;
+    if (!o.claims) {
+      drop(it);
+      continue;
     }
-    o.claims = 0;  // nobody wants it, or it shares its place with another: then neither can be trusted to be what it was
-    drop(it);
+    if (const uint64_t from = disk_.total_pages(); page > from) {
+      disk_.extend(page - from);
+      effects_.holes.emplace_back(from * kPageSize, (page - from) * kPageSize);
+    }
+    o.extent = disk_.append(o.pages);
+    disk_used_ += o.bytes();
+  }
+  for (auto it = claims_.begin(); it != claims_.end();) {
+    const auto claim = it++;
+    const auto& named = claim->second.objects;
+    if (std::none_of(named.begin(), named.end(), [&](const auto& claimed) { return find(claimed); })) end_claim(claim);
   }
 }
 

@@ -81,6 +81,10 @@ void run_seed(uint64_t seed) {
       const uint64_t n = rng() % (step + 1);
       a.extend(n);
       m.total += n;
+    } else if (what < 5) {
+      const uint64_t n = log_uniform(rng, step);
+      m.total += n;
+      m.take({m.total - n, n, a.append(n)});
     } else if (what < busy) {
       // Often exactly what is left, or one page more.
       const uint64_t gap = m.largest_gap();
@@ -128,6 +132,21 @@ TEST(an_empty_allocator_gives_nothing) {
   CHECK_EQ(a.largest_free(), 0u);
   a.extend(0);
   CHECK(a.blocks().empty());
+}
+
+TEST(what_is_appended_is_taken_until_it_is_freed) {
+  PageAllocator a;
+  const auto first = a.append(3);
+  CHECK(!a.allocate(1));
+  a.extend(2);
+  const auto last = a.append(1);
+  CHECK_EQ(a.total_pages(), 6u);
+  CHECK_EQ(a.largest_free(), 2u);
+  a.free(first);
+  CHECK_EQ(a.largest_free(), 5u);  // merged with what was between
+  a.free(last);
+  const auto all = a.allocate(6);
+  CHECK(all && all->first == 0);
 }
 
 // A block that its bin's lower bound says is too small, and is not: every size in the bin must be usable.
