@@ -144,6 +144,7 @@ class Table {
   Effects take_effects() { return std::exchange(effects_, {}); }
   const Counters& counters() const { return counters_; }
   uint64_t used_bytes() const { return usage_.used; }
+  uint64_t disk_end() const { return disk_.total_pages() * kPageSize; }  // nothing is beyond, in the spill file
   uint64_t used_bytes(int place) const;
   uint64_t populated_bytes() const;
   uint64_t populated_bytes(uint32_t arena) const { return arenas_.at(arena).total_pages() * kPageSize; }

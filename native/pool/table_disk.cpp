@@ -202,8 +202,9 @@ void Table::restored() {
   for (auto& [page, id] : by_place) {
     auto it = objects_.find(id);
     Object& o = it->second;
-    if (page >= disk_.total_pages()) {
-      disk_.extend(page - disk_.total_pages());
+    if (const uint64_t end = disk_.total_pages(); page >= end) {
+      disk_.extend(page - end);
+      if (page > end) effects_.holes.emplace_back(end * kPageSize, (page - end) * kPageSize);  // written or freed, and not noted any more
       o.extent = disk_.append(o.pages);
       disk_used_ += o.bytes();
       if (o.claims) continue;
