@@ -29,8 +29,10 @@ lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: $(STAMP) ## put_get against memcpy and Ray's own store, as a table
+bench: $(STAMP) ## All benchmarks against Ray's own store, as tables
 	$(BIN)/python -m bench put_get
+	$(BIN)/python -m bench actor_pipeline
+	$(BIN)/python -m bench spill
 
 clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)

@@ -4,5 +4,9 @@ from __future__ import annotations
 
 __all__ = ["BENCHES"]
 
-BENCHES = {"put_get": "put, get and pass on tensors: the pool against memcpy and against Ray's own store"}
+BENCHES = {
+    "put_get": "put, get and pass on tensors: the pool against memcpy and against Ray's own store",
+    "actor_pipeline": "eight rollout actors to one trainer: seconds, and the memory of all processes together",
+    "spill": "a working set of four times the store: put all of it, then get all of it",
+}
 """Name of each bench, a module of this package, and what it measures."""

@@ -10,7 +10,7 @@ from bench import BENCHES, report
 
 
 def parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:<10} {what}" for name, what in BENCHES.items())
+    names = "\n".join(f"  {name:<14} {what}" for name, what in BENCHES.items())
     out = argparse.ArgumentParser(
         prog="python -m bench",
         description="Times this package against baselines that run interleaved with it.",

@@ -1,4 +1,4 @@
-"""The two actors between which a batch moves. Imported by Ray's workers too."""
+"""The actors between which batches move. Imported by Ray's workers too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from bench import payloads
 
-__all__ = ["Consumer", "Producer"]
+__all__ = ["Consumer", "Producer", "Rollout", "Trainer"]
 
 
 class Producer:
@@ -33,3 +33,21 @@ class Consumer:
 
     def probe(self, batch: Any) -> float:
         return payloads.probe(batch)
+
+
+class Rollout:
+    """Makes batches, each with rewards of its own."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._batch = payloads.rollout(size, 0)
+
+    def generate(self, number: int) -> Any:
+        return {**self._batch, "rewards": payloads.rewards(self._size, number)}
+
+
+class Trainer:
+    """Reads batches as a trainer does: all of them."""
+
+    def train(self, batch: Any) -> float:
+        return payloads.total(batch)

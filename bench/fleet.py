@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.server import ENVIRONMENTS, SUBJECTS
+from bench.serving import ENVIRONMENTS
 
 __all__ = ["Fleet", "ServerError", "note"]
 
@@ -36,13 +36,13 @@ def note(text: str) -> None:
 
 
 class _Process:
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, command: Sequence[str]) -> None:
         self.kind = kind
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MOONCAKE_RAY"))}
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.server", kind],
+            [sys.executable, "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -50,6 +50,10 @@ class _Process:
             env={**kept, **ENVIRONMENTS[kind], "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is for the bench, which then ends its processes
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def send(self, **request: Any) -> None:
         assert self._process.stdin
@@ -97,7 +101,14 @@ class _Process:
 class Fleet:
     """All processes of a run. A context manager: leaving it ends them."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, subjects: Mapping[str, Sequence[str]], *arguments: object) -> None:
+        """
+        Args:
+            module: What the processes run (see `serving.serve`), with their kind as the first argument.
+            subjects: Those that each kind of process holds.
+            arguments: Further ones of every process.
+        """
+        self._command, self._held, self._arguments = module, subjects, [str(a) for a in arguments]
         self._processes: dict[str, _Process] = {}
 
     def __enter__(self) -> Fleet:
@@ -115,7 +126,7 @@ class Fleet:
         for kind in kinds:
             began = time.monotonic()
             for attempt in range(1, _START_TRIES + 1):
-                process = self._processes[kind] = _Process(kind)
+                process = self._processes[kind] = _Process(kind, [self._command, kind, *self._arguments])
                 try:
                     process.receive(_START_S)
                     break
@@ -131,14 +142,21 @@ class Fleet:
         """Has every process do something with those of the subjects that it holds, all at the same time."""
         told = []
         for kind, process in self._processes.items():
-            if here := [name for name in subjects if name in SUBJECTS[kind]]:
+            if here := [name for name in subjects if name in self._held[kind]]:
                 process.send(subjects=here, **request)
                 told.append(process)
         for process in told:
             process.receive()
 
-    def time(self, subject: str, op: str, times: int) -> list[dict[str, float]]:
-        """Does an operation some times in a row, while every other process waits."""
-        process = next(p for kind, p in self._processes.items() if subject in SUBJECTS[kind])
-        process.send(do="time", subjects=[subject], op=op, times=times)
+    def ask(self, subject: str, **request: Any) -> Any:
+        """Has the process of one subject do something, while every other process waits."""
+        process = self._of(subject)
+        process.send(subject=subject, **request)
         return process.receive()
+
+    def pid(self, subject: str) -> int:
+        """The process that holds a subject; what it started are its children."""
+        return self._of(subject).pid
+
+    def _of(self, subject: str) -> _Process:
+        return next(p for kind, p in self._processes.items() if subject in self._held[kind])

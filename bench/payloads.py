@@ -6,7 +6,23 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SIZES", "VERL", "arrays_of", "as_numpy", "build", "chunks_of", "nbytes", "probe", "same", "small", "tensors", "verl_batch"]
+__all__ = [
+    "SIZES",
+    "VERL",
+    "arrays_of",
+    "as_numpy",
+    "build",
+    "chunks_of",
+    "nbytes",
+    "probe",
+    "rewards",
+    "rollout",
+    "same",
+    "small",
+    "tensors",
+    "total",
+    "verl_batch",
+]
 
 SIZES = {"64KiB": 64 << 10, "1MiB": 1 << 20, "16MiB": 16 << 20, "256MiB": 256 << 20, "1GiB": 1 << 30}
 VERL = "verl"
@@ -34,6 +50,39 @@ def tensors(size: int) -> dict[str, Any]:
     log_probs, advantages = (rng.random(size // 16, dtype=np.float32) for _ in range(2))
     columns = {"tokens": tokens, "response_mask": mask, "log_probs": log_probs, "advantages": advantages}
     return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def rollout(size: int, number: int) -> dict[str, Any]:
+    """A batch as a rollout returns it: five columns of tokens, `size` bytes in all, and the rewards of batch `number` beside them."""
+    import torch
+
+    rng = np.random.default_rng(_SEED)
+    shape = size // 32 // _width(size), _width(size)
+    columns = {
+        "input_ids": rng.integers(0, _VOCABULARY, shape),
+        "position_ids": np.broadcast_to(np.arange(shape[1]), shape).copy(),
+        "response_mask": rng.integers(0, 2, shape),
+        "old_log_probs": -rng.exponential(0.5, shape).astype(np.float32),
+        "ref_log_probs": -rng.exponential(0.5, shape).astype(np.float32),
+    }
+    return {**{name: torch.from_numpy(column) for name, column in columns.items()}, "rewards": rewards(size, number)}
+
+
+def rewards(size: int, number: int) -> Any:
+    """A reward a row of `rollout`. They say which batch it is."""
+    import torch
+
+    return torch.full((size // 32 // _width(size),), float(number))
+
+
+def _width(size: int) -> int:
+    """Tokens of a row."""
+    return min(4096, size // 32)
+
+
+def total(value: Any) -> float:
+    """The sum of all that is in a payload."""
+    return sum(float(a.sum(dtype=np.float64 if a.dtype.kind == "f" else None)) for a in arrays_of(value))
 
 
 def verl_batch(prompts: int = 70, samples: int = 8, prompt_width: int = 1024, response_width: int = 6144) -> Any:

@@ -70,7 +70,7 @@ def plan(sizes: Sequence[str] | None = None, *, quick: bool = False, runs: int |
 def run(steps: Sequence[Step]) -> Iterator[list[Result]]:
     """Runs the steps; yields what each found."""
     began, rng = time.monotonic(), random.Random(1)
-    with Fleet() as fleet:
+    with Fleet("bench.server", SUBJECTS) as fleet:
         fleet.start(list(SUBJECTS))
         for number, step in enumerate(steps, 1):
             start = time.monotonic()
@@ -86,7 +86,7 @@ def _run_step(fleet: Fleet, step: Step, rng: random.Random) -> list[Result]:
     fleet.all(step.subjects, do="load", payload=step.payload, op=step.op)
     for n in range(-_WARM_UPS, step.rounds):
         for subject in rng.sample(step.subjects, len(step.subjects)):
-            measured = fleet.time(subject, step.op, step.turn)
+            measured = fleet.ask(subject, do="time", op=step.op, times=step.turn)
             if n >= 0:
                 times[subject] += measured
     results = []

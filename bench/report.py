@@ -7,20 +7,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["Result", "Target", "duration", "json_lines", "summarize", "tables", "target_table"]
+__all__ = ["Result", "Target", "compare", "duration", "json_lines", "quantity", "summarize", "tables", "target_table"]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The times of one subject in one case."""
+    """What one subject needed, or managed, in one case."""
 
     bench: str
     case: str
     subject: str
-    value: float  # seconds: the median
+    value: float  # the median
     best: float
     runs: int
     extra: dict[str, int] = field(default_factory=dict)
+    unit: str = "s"  # or "bytes", or "bytes/s"
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,22 @@ class Target:
         return self.ratio >= self.limit if self.at_least else self.ratio <= self.limit
 
 
-def summarize(bench: str, case: str, subject: str, times: Sequence[float], extra: dict[str, int] | None = None) -> Result:
-    return Result(bench, case, subject, median(times), min(times), len(times), extra or {})
+def summarize(bench: str, case: str, subject: str, values: Sequence[float], extra: dict[str, int] | None = None, unit: str = "s") -> Result:
+    best = max(values) if unit.endswith("/s") else min(values)
+    return Result(bench, case, subject, median(values), best, len(values), extra or {}, unit)
+
+
+def compare(name: str, above: Result | None, below: Result | None, limit: float, *, at_least: bool = False) -> Target:
+    """The target that one result divided by another keeps to a limit; not run if either is missing."""
+    if above is None or below is None:
+        return Target(name, None, limit, at_least)
+    detail = f"{quantity(above.value, above.unit)} : {quantity(below.value, below.unit)}"
+    return Target(name, above.value / below.value, limit, at_least, above.best / below.best, detail)
 
 
 def json_lines(results: Iterable[Result]) -> Iterator[str]:
     for r in results:
-        line = {"bench": r.bench, "case": r.case, "subject": r.subject, "value": float(r.value), "unit": "s", "runs": r.runs, **r.extra}
+        line = {"bench": r.bench, "case": r.case, "subject": r.subject, "value": float(r.value), "unit": r.unit, "runs": r.runs, **r.extra}
         yield json.dumps(line)
 
 
@@ -56,7 +66,7 @@ def tables(results: Sequence[Result], baselines: Sequence[str]) -> Iterator[str]
     """A table a case: subjects as columns; their times, and the ratio of the medians to that of each baseline that was run."""
     for case in dict.fromkeys(r.case for r in results):
         columns = [r for r in results if r.case == case]
-        rows = [["", *(r.subject for r in columns)], ["median", *(duration(r.value) for r in columns)]]
+        rows = [["", *(r.subject for r in columns)], ["median", *(quantity(r.value, r.unit) for r in columns)]]
         for base in (r for r in columns if r.subject in baselines):
             rows.append([f"/ {base.subject}", *(_ratio(r.value / base.value) for r in columns)])
         for name in dict.fromkeys(name for r in columns for name in r.extra):
@@ -78,6 +88,16 @@ def duration(seconds: float) -> str:
         if abs(seconds) >= scale or unit == "us":
             return f"{_digits(seconds / scale)} {unit}"
     raise AssertionError
+
+
+def quantity(value: float, unit: str) -> str:
+    """A value for people to read."""
+    if unit == "s":
+        return duration(value)
+    for prefix, scale in (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10)):
+        if abs(value) >= scale:
+            return f"{_digits(value / scale)} {unit.replace('bytes', prefix + 'B')}"
+    return f"{_digits(value)} {unit}"
 
 
 def _ratio(x: float) -> str:

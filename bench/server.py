@@ -1,19 +1,18 @@
 """`python -m bench.server KIND`: holds some subjects and does what it is told, a line of JSON in and one out.
 
-Ray with, without and with other settings of the same name cannot share a process; memcpy and the store get one of their own.
+memcpy and the store get a process of their own.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ENVIRONMENTS", "SUBJECTS"]
+from bench import serving
+
+__all__ = ["SUBJECTS"]
 
 SUBJECTS = {
     "local": ("memcpy", "store"),
@@ -23,38 +22,17 @@ SUBJECTS = {
 }
 """Which subjects each kind of process holds."""
 
-_RAY = {
-    "RAY_worker_niceness": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Memory that is let go is free at once, not within a second: every put of every subject meets memory that was used before.
-    "RAY_free_objects_batch_size": "1",
-}
-ENVIRONMENTS = {"local": {}, "plain": _RAY, "zero-copy": {**_RAY, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}, "pool": _RAY}
-"""What each kind of process needs in its environment."""
-
 _POOL_BYTES = 4 << 30
 _RAY_STORE_BYTES = 3 << 30
-_RAY_STORE_BESIDE_POOL_BYTES = 512 << 20
 
 
 class _Actors:
     """A local Ray with a producer and a consumer."""
 
     def __init__(self, pool: bool) -> None:
-        if pool:
-            import mooncake_ray
-
-            mooncake_ray.install(capacity_bytes=_POOL_BYTES)
+        serving.start_ray(_POOL_BYTES if pool else 0, _RAY_STORE_BYTES)
         import ray
 
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=_RAY_STORE_BESIDE_POOL_BYTES if pool else _RAY_STORE_BYTES,
-        )
         from bench.actors import Consumer, Producer
 
         producer: Any = ray.remote(Producer)
@@ -87,10 +65,6 @@ class _Server:
         self.held = {name: made[name]() for name in SUBJECTS[kind]}
         self.loaded: tuple[str, bool] | None = None
 
-    def answer(self, do: str, **request: Any) -> Any:
-        actions: dict[str, Callable[..., Any]] = {"load": self.load, "time": self.time}
-        return actions[do](**request)
-
     def load(self, subjects: list[str], payload: str, op: str) -> None:
         """Builds the payload where the operation needs it, and checks that the subjects give back what they are given."""
         from bench import payloads
@@ -116,10 +90,11 @@ class _Server:
         gc.collect()
         gc.freeze()  # so that the collection before each timing is a short one
 
-    def time(self, subjects: list[str], op: str, times: int) -> list[dict[str, float]]:
+    def time(self, subject: str, op: str, times: int) -> list[dict[str, float]]:
+        """Does an operation some times in a row."""
         from bench.subjects import timed
 
-        return timed(getattr(self.held[subjects[0]], op), times)
+        return timed(getattr(self.held[subject], op), times)
 
     def close(self) -> None:
         for subject in self.held.values():
@@ -130,25 +105,5 @@ class _Server:
             ray.shutdown()
 
 
-def main(kind: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is no answer
-
-    def say(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    server = _Server(kind)
-    say({"ready": True})
-    try:
-        for line in sys.stdin:
-            try:
-                say({"result": server.answer(**json.loads(line))})
-            except Exception:
-                say({"error": traceback.format_exc()})
-    finally:
-        server.close()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serving.serve(lambda: _Server(sys.argv[1]))

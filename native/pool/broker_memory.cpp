@@ -217,6 +217,7 @@ void Broker::recover() {
   for (const SavedObject& o : left.objects) table_.restore(o);
   for (const SavedClaim& c : left.claims) table_.restore(c);
   table_.restored();
+  spill_->truncate(table_.disk_end());
   const bool any = !table_.is_empty();
   for (const SavedSession& s : left.sessions) {
     Peer p;

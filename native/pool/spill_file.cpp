@@ -62,6 +62,10 @@ void SpillFile::submit(Job job) {
   lane.wake.notify_all();
 }
 
+void SpillFile::truncate(uint64_t bytes) {
+  [[maybe_unused]] auto r = ::ftruncate(writer_fd_.get(), off_t(bytes));  // what stays too long is written over
+}
+
 std::vector<SpillFile::Job> SpillFile::done() {
   uint64_t count;
   [[maybe_unused]] auto n = ::read(event_.get(), &count, sizeof count);

@@ -144,8 +144,8 @@ class Table {
   Effects take_effects() { return std::exchange(effects_, {}); }
   const Counters& counters() const { return counters_; }
   uint64_t used_bytes() const { return usage_.used; }
+  uint64_t disk_end() const { return disk_.total_pages() * kPageSize; }  // nothing is beyond, in the spill file
   uint64_t used_bytes(int place) const;
-  uint64_t disk_end() const { return disk_.total_pages() * kPageSize; }  // nothing in the spill file lies beyond
   uint64_t populated_bytes() const;
   uint64_t populated_bytes(uint32_t arena) const { return arenas_.at(arena).total_pages() * kPageSize; }
   uint64_t arena_used(uint32_t a) const { return (arenas_.at(a).total_pages() - arenas_[a].free_pages()) * kPageSize; }

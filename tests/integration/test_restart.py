@@ -117,6 +117,29 @@ def test_again_and_again(spilling):
     spilling.eventually(spilling.is_empty, spilling.stats)
 
 
+def test_what_was_not_noted_takes_no_room_on_the_disk(spilling, disk):
+    """The dead broker was writing to the spill file, or had yet to give back what was freed."""
+    store = spilling.store()
+    keys = [store.put(filled(i)) for i in range(COUNT)]
+    settled(store)
+    store.free(keys[8:16])
+    (data,) = disk.rglob("data")
+    with open(data, "r+b", buffering=0) as file:
+
+        def freed() -> int:
+            return os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+
+        until(lambda: freed() < data.stat().st_size, "a hole")
+        kill_broker(spilling)
+        for at in (freed(), data.stat().st_size):
+            os.pwrite(file.fileno(), bytes([1]) * (MIB // 2), at)
+        meet_the_next_broker(store)
+        back, _ = sort_out(store, keys[:8])
+        assert back == list(range(8))
+        store.free(keys)
+        until(lambda: not data.stat().st_blocks, "an empty file")
+
+
 def test_an_owner_that_does_nothing_keeps_its_objects(spilling):
     reader = spilling.store()
     owner = spilling.run(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import BENCHES, payloads, put_get, report
+from bench import BENCHES, actor_pipeline, payloads, processes, put_get, report, spill
 from bench.__main__ import main
-from bench.report import Result, Target, duration, json_lines, summarize, tables, target_table
-from bench.server import ENVIRONMENTS, SUBJECTS
+from bench.report import Result, Target, compare, duration, json_lines, quantity, summarize, tables, target_table
+from bench.server import SUBJECTS
+from bench.serving import ENVIRONMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +92,23 @@ def test_chunks_are_all_rows_in_order(convert):
     assert np.array_equal(payloads.arrays_of(pieces[3])[0], payloads.arrays_of(batch)[0][3:4])
 
 
+@pytest.mark.parametrize("size", [4096, 1 << 20, 32 << 20])
+def test_rollouts_are_told_apart_by_their_rewards(size):
+    a, b = payloads.rollout(size, 0), payloads.rollout(size, 3)
+    rewards = a.pop("rewards")
+    assert payloads.nbytes(a) == size
+    assert payloads.total(b) == payloads.total(a) + 3 * len(rewards) == payloads.total(payloads.as_numpy(b))
+    assert payloads.same(b.pop("rewards"), payloads.rewards(size, 3))
+    assert payloads.same(a, b)
+
+
+def test_total_sees_every_element():
+    a = payloads.tensors(4096)
+    before = payloads.total(a)
+    a["tokens"][17] += 1
+    assert payloads.total(a) == before + 1
+
+
 # ---------------------------------------------------------------- plan
 
 
@@ -125,6 +145,19 @@ def test_every_subject_has_a_process():
     assert len(held) == len(set(held))
     assert all(set(step.subjects) <= set(held) for step in put_get.plan())
     assert SUBJECTS.keys() == ENVIRONMENTS.keys()
+
+
+def test_the_working_set_is_four_times_the_store():
+    for step in (*spill.plan(), *spill.plan(quick=True)):
+        assert step.objects * step.size == 4 * step.capacity
+
+
+@pytest.mark.parametrize("bench", [actor_pipeline, spill])
+def test_plans_of_one_step(bench):
+    assert [step.rounds for step in bench.plan(runs=2)] == [2]
+    assert bench.plan(quick=True)[0].size < bench.plan()[0].size
+    with pytest.raises(ValueError, match="no sizes"):
+        bench.plan(["1MiB"])
 
 
 # ---------------------------------------------------------------- report
@@ -174,6 +207,35 @@ def test_table():
         "/ memcpy    1.00x    8.00x    2.00x",
         "/ ray       0.12x    1.00x    0.25x",
     ]
+
+
+def test_table_of_rates():
+    rates = {"ray": 100 << 20, "pool": 250 << 20}
+    (table,) = tables([Result("spill", "put", s, v, v, 3, unit="bytes/s") for s, v in rates.items()], ("ray",))
+    assert [line.split() for line in table.splitlines()[2:]] == [
+        ["median", "100", "MiB/s", "250", "MiB/s"],
+        ["/", "ray", "1.00x", "2.50x"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(0.5, "s", "500 ms"), (3 << 29, "bytes", "1.50 GiB"), (2048, "bytes/s", "2.00 KiB/s"), (12, "bytes", "12.0 bytes")],
+)
+def test_quantity(value, unit, text):
+    assert quantity(value, unit) == text
+
+
+def test_the_best_rate_is_the_highest():
+    assert summarize("spill", "put", "ray", [1.0, 3.0, 2.0], unit="bytes/s").best == 3.0
+    assert summarize("actor_pipeline", "peak-memory", "ray", [1.0, 3.0, 2.0], unit="bytes").best == 1.0
+
+
+def test_compare():
+    a, b = (Result("spill", "put", s, v, v, 3, unit="bytes/s") for s, v in (("pool", 6.0), ("ray", 2.0)))
+    assert compare("x", a, b, 2.0, at_least=True).ok
+    assert not compare("x", a, b, 2.0).ok
+    assert compare("x", a, None, 2.0).ok is None
 
 
 def test_a_table_a_case():
@@ -234,6 +296,73 @@ def test_target_best_runs():
 @pytest.mark.parametrize(("copied", "ok"), [(0, True), (4096, False)])
 def test_target_of_passing_on(copied, ok):
     assert by_name([result("pass/256MiB", "pool", 1.0, bytes_copied=copied)])["bytes copied / passed on, pass/256MiB"].ok is ok
+
+
+@pytest.mark.parametrize(("bench", "targets"), [(actor_pipeline, 3), (spill, 1)])
+def test_targets_against_ray(bench, targets):
+    assert [t.ok for t in bench.targets([])] == [None] * targets
+    cases = {"time": "s", "peak-memory": "bytes", "putget": "bytes/s"}
+
+    def met(pool, ray):
+        results = [Result(bench.NAME, c, s, v, v, 3, unit=u) for c, u in cases.items() for s, v in zip(bench._ALL, ray, strict=True)]
+        results = [r for r in results if r.subject != "pool"] + [
+            Result(bench.NAME, c, "pool", pool, pool, 3, unit=u) for c, u in cases.items()
+        ]
+        return [t.ok for t in bench.targets(results)]
+
+    rivals = [10.0] * len(bench._ALL)
+    assert met(2.0, rivals) == ([True] * 3 if bench is actor_pipeline else [False])
+    assert met(30.0, rivals) == ([False] * 3 if bench is actor_pipeline else [True])
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_shared_memory_is_counted_once(tmp_path):
+    """A process with a memfd and a child that maps it, under the name of a broker."""
+    program = tmp_path / "mooncake-broker"
+    program.symlink_to(sys.executable)
+    code = """
+import mmap, os
+fd = os.memfd_create("arena")
+os.ftruncate(fd, 16 << 20)
+memory = mmap.mmap(fd, 16 << 20)
+memory[:] = bytes(16 << 20)
+private = bytearray(8 << 20)
+if os.fork():
+    print("ready", flush=True)
+else:
+    assert not any(memory[::4096])
+    private[::4096] = bytes([1]) * 2048
+    print("ready", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [program, "-c", code], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert [parent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        pids = processes.family(parent.pid)
+        assert len(pids) == 2
+        assert processes.shared_bytes(pids) == 16 << 20
+        own = [processes.usage(pid).own for pid in pids]
+        assert sum(own) > 16 << 20  # the child has a copy of the private part
+        assert processes.memory(pids) > (16 << 20) + (16 << 20)
+        assert max(own) < 16 << 20  # and the shared part is nobody's own
+        parent.communicate("\n")
+    assert processes.usage(parent.pid) is None
+
+
+def test_usage_of_this_process():
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(10)]
+    with mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        before = processes.usage(os.getpid())
+        memory[:] = b"x" * len(memory)
+        after = processes.usage(os.getpid())
+    for fd in held:
+        os.close(fd)
+    assert after.own - before.own >= 8 << 20
+    assert before.descriptors - processes.usage(os.getpid()).descriptors == 10
+    assert before.threads >= 1
 
 
 # ---------------------------------------------------------------- command line
