@@ -237,7 +237,6 @@ void Broker::recover() {
   watch(spill_->done_fd(), EPOLLIN, EPOLL_CTL_ADD);
   begin_journal();
   start_janitor();
-  ever_used_ = true;
   apply_effects();
 }
 
