@@ -172,6 +172,35 @@ assert len(pools) == 2 and mooncake_ray.stats()["routed"] == 2
 """)
 
 
+def test_sessions_of_ray_with_different_settings():
+    script("""
+seen = []
+@ray.remote
+def settings(x):
+    return os.environ.get("MOONCAKE_RAY_MIN_BYTES"), mooncake_ray.installed(), x + 1
+decorated = mooncake_ray.remote(lambda x: x * 2)
+for capacity, least in ((64 << 20, 4096), (128 << 20, 1 << 20)):
+    mooncake_ray.install(capacity_bytes=capacity, min_bytes=least)
+    ray_init()
+    before = mooncake_ray.stats()["routed"]
+    told, there, value = ray.get(settings.remote(torch.ones(2000)))
+    assert (told, there) == (str(least), True) and value.sum() == 4000
+    assert mooncake_ray.stats()["routed"] - before == (least == 4096), "8 kB are much for one, little for the other"
+    assert mooncake_ray.pool_stats()["capacity_bytes"] == capacity
+    kept = ray.put(torch.ones(N))
+    seen.append(ray.get(kept))
+    assert ray.get(decorated.remote(kept)).sum() == 2 * N
+    ray.shutdown()
+mooncake_ray.uninstall()
+ray_init()
+before = mooncake_ray.stats()["routed"]
+told, there, value = ray.get(settings.remote(torch.ones(N)))
+assert (told, there) == (None, False) and value.sum() == 2 * N and mooncake_ray.stats()["routed"] == before
+ray.shutdown()
+assert [value.sum() for value in seen] == [N, N], "views outlive their clusters"
+""")
+
+
 def test_decorated_without_install():
     script("""
 os.environ["MOONCAKE_RAY_CAPACITY_BYTES"] = "128M"
