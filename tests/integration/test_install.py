@@ -230,7 +230,7 @@ assert [float(ray.get(r)["t"][0]) for r in items.remote(3)] == [0, 1, 2]
 assert ray.get(use.remote(T(5))) == 5 and mooncake_ray.stats()["routed"] == 1
 settles()
 ref = plain.remote(); ray.wait([ref])
-assert mooncake_ray.pool_stats()["objects"] == 0, "what is not decorated stays Ray's"
+assert mooncake_ray.pool_stats()["objects"] == 0, f"what is not decorated stays Ray's: {mooncake_ray.pool_stats()} {ref}"
 ray.put(T(1))
 assert mooncake_ray.stats()["routed"] == 1
 
