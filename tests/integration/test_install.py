@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import HERE, broker_pids, run_script, until
+from conftest import HERE, broker_pids, environment, run_script, until
 
 START = f"""
 import os, sys
@@ -303,9 +303,7 @@ view = ray.get(kept[1])
 print("ready", ray._private.worker.global_worker.node.session_name, flush=True)
 import signal; signal.pause()
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", START + body], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(HERE)}
-    )
+    process = subprocess.Popen([sys.executable, "-c", START + body], stdout=subprocess.PIPE, text=True, env=environment())
     scope = ""
     for line in process.stdout:
         if line.startswith("ready"):

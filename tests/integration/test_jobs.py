@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from conftest import HERE, ROOT
+from conftest import environment
 
 pytestmark = pytest.mark.timeout(400)
 CLIENT_PORT = 20_000 + os.getpid() % 10_000
@@ -53,8 +53,7 @@ class Driver:
     """A program of its own: a job of the node."""
 
     def __init__(self, address: str, body: str, mode: str = "pool") -> None:
-        python_path = os.pathsep.join([str(HERE), str(ROOT)])
-        env = {**os.environ, "PYTHONPATH": python_path, "JOB_ADDRESS": address, "JOB_MODE": mode, "MOONCAKE_RAY_CAPACITY_BYTES": "128M"}
+        env = environment(JOB_ADDRESS=address, JOB_MODE=mode, MOONCAKE_RAY_CAPACITY_BYTES="128M")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen([sys.executable, "-c", START + body], text=True, env=env, **pipes)
 
