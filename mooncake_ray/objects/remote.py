@@ -210,8 +210,8 @@ def _running(wrapper: Any, name: str, args: tuple[Any, ...]) -> None:
 def _is_the_task(core_worker: Any, wrapper: Any, name: str, args: tuple[Any, ...]) -> bool:
     """Whether the body is what the task was called for. If it is not, its caller need not answer for what the task returns."""
     actor_class = type(args[0]) if args else None
-    if hasattr(actor_class, "__ray_actor_class__") and getattr(actor_class, name, None) is not wrapper:
-        return False  # the method of a base class
+    if hasattr(actor_class, "__ray_actor_class__") and inspect.unwrap(getattr(actor_class, name, wrapper)) is not wrapper:
+        return False  # the method of a base class (Ray's own wrappers can be unwrapped)
     called = getattr(core_worker, "get_current_task_function_name", None)
     return called is None or (called() or "").rpartition(".")[2] == name
 

@@ -100,12 +100,17 @@ class Pool:
             raise AssertionError(f"the pool should hold {objects} objects: {mooncake_ray.pool_stats()}") from None
 
 
+def environment(**more: str) -> dict[str, str]:
+    """For a program of its own: without what an installed pool has left in this process's environment."""
+    ours = {name: value for name, value in os.environ.items() if name != "RAY_RUNTIME_ENV_HOOK" and not name.startswith("MOONCAKE_RAY")}
+    return {**ours, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]), **more}
+
+
 def run_script(text: str, *, env: dict[str, str] | None = None, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     """Runs a program of its own, in which nothing is installed; asserts that it succeeded."""
-    plain = {name: value for name, value in os.environ.items() if name != "RAY_RUNTIME_ENV_HOOK"}
     done = subprocess.run(
         [sys.executable, "-c", text],
-        env={**plain, "PYTHONPATH": str(HERE), **(env or {})},
+        env=environment(**(env or {})),
         capture_output=True,
         text=True,
         timeout=timeout,

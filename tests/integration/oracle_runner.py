@@ -69,7 +69,9 @@ def _run_once(mode, directory, names):
 
 def _environment():
     settings = {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **settings, "PYTHONPATH": _python_path()}
+    # An installed pool in the process of the tests must not install itself in the plain run.
+    ours = {name: value for name, value in os.environ.items() if name != "RAY_RUNTIME_ENV_HOOK" and not name.startswith("MOONCAKE_RAY")}
+    return {**ours, **settings, "PYTHONPATH": _python_path()}
 
 
 def _python_path():

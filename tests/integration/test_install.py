@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import HERE, broker_pids, run_script, until
+from conftest import HERE, broker_pids, environment, run_script, until
 
 START = f"""
 import os, sys
@@ -172,6 +172,35 @@ assert len(pools) == 2 and mooncake_ray.stats()["routed"] == 2
 """)
 
 
+def test_sessions_of_ray_with_different_settings():
+    script("""
+seen = []
+@ray.remote
+def settings(x):
+    return os.environ.get("MOONCAKE_RAY_MIN_BYTES"), mooncake_ray.installed(), x + 1
+decorated = mooncake_ray.remote(lambda x: x * 2)
+for capacity, least in ((64 << 20, 4096), (128 << 20, 1 << 20)):
+    mooncake_ray.install(capacity_bytes=capacity, min_bytes=least)
+    ray_init()
+    before = mooncake_ray.stats()["routed"]
+    told, there, value = ray.get(settings.remote(torch.ones(2000)))
+    assert (told, there) == (str(least), True) and value.sum() == 4000
+    assert mooncake_ray.stats()["routed"] - before == (least == 4096), "8 kB are much for one, little for the other"
+    assert mooncake_ray.pool_stats()["capacity_bytes"] == capacity
+    kept = ray.put(torch.ones(N))
+    seen.append(ray.get(kept))
+    assert ray.get(decorated.remote(kept)).sum() == 2 * N
+    ray.shutdown()
+mooncake_ray.uninstall()
+ray_init()
+before = mooncake_ray.stats()["routed"]
+told, there, value = ray.get(settings.remote(torch.ones(N)))
+assert (told, there) == (None, False) and value.sum() == 2 * N and mooncake_ray.stats()["routed"] == before
+ray.shutdown()
+assert [value.sum() for value in seen] == [N, N], "views outlive their clusters"
+""")
+
+
 def test_decorated_without_install():
     script("""
 os.environ["MOONCAKE_RAY_CAPACITY_BYTES"] = "128M"
@@ -201,7 +230,7 @@ assert [float(ray.get(r)["t"][0]) for r in items.remote(3)] == [0, 1, 2]
 assert ray.get(use.remote(T(5))) == 5 and mooncake_ray.stats()["routed"] == 1
 settles()
 ref = plain.remote(); ray.wait([ref])
-assert mooncake_ray.pool_stats()["objects"] == 0, "what is not decorated stays Ray's"
+assert mooncake_ray.pool_stats()["objects"] == 0, f"what is not decorated stays Ray's: {mooncake_ray.pool_stats()} {ref}"
 ray.put(T(1))
 assert mooncake_ray.stats()["routed"] == 1
 
@@ -274,9 +303,7 @@ view = ray.get(kept[1])
 print("ready", ray._private.worker.global_worker.node.session_name, flush=True)
 import signal; signal.pause()
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", START + body], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(HERE)}
-    )
+    process = subprocess.Popen([sys.executable, "-c", START + body], stdout=subprocess.PIPE, text=True, env=environment())
     scope = ""
     for line in process.stdout:
         if line.startswith("ready"):

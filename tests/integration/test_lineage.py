@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from conftest import HERE, ROOT
+from conftest import HERE, environment
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def run(mode: str) -> dict:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
     command = [sys.executable, str(HERE / "lineage_program.py"), mode]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return next(json.loads(line) for line in reversed(done.stdout.splitlines()) if line.startswith('{"before"'))
 

@@ -55,6 +55,7 @@ def test_oracle(subject, name, run_of):
 
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_oracle_is_not_vacuous(subject, run_of):
+    assert all(result["routed"] == 0 for result in run_of("plain", oracle=True).values()), "the oracle must be plain Ray"
     if subject == "plain":
         pytest.skip("plain Ray routes nothing")
     routed = sorted(name for name, result in run_of(subject).items() if result["routed"] > 0)
