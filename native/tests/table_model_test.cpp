@@ -2,7 +2,6 @@
 // clarity; and the same across restarts, by way of a journal. Usage: table_model_test [SEEDS [FIRST_SEED]]
 #include <algorithm>
 #include <climits>
-#include <filesystem>
 #include <map>
 #include <optional>
 #include <random>
@@ -10,6 +9,7 @@
 
 #include "pool/journal.h"
 #include "table_support.h"
+#include "temporary.h"
 
 using namespace mcr;
 
@@ -239,12 +239,6 @@ struct Setting {
   Table::Limits limits() const { return {.capacity = capacity, .inline_budget = 4096, .quota = quota, .disk = disk}; }
 };
 
-std::string temporary_directory() {
-  char path[] = "/tmp/mooncake_ray_test_XXXXXX";
-  CHECK(::mkdtemp(path));
-  return path;
-}
-
 struct Run {
   const Setting setting;
   const Table::Limits limits;
@@ -262,7 +256,7 @@ struct Run {
   std::vector<Job> jobs;
   SessionId next_session = 1;
   uint64_t next_id = 1, restarts = 0, spilled = 0, read = 0;
-  const std::string directory = temporary_directory();
+  const Temporary directory;
   std::unique_ptr<Journal> journal;
 
   explicit Run(uint64_t seed) : setting(seed), limits(setting.limits()), rng(seed), t(limits) {
@@ -274,7 +268,6 @@ struct Run {
     for (uint64_t a = 0; a < setting.arenas; ++a) t.add_arena();
     if (setting.restarts) begin_journal();
   }
-  ~Run() { std::filesystem::remove_all(directory); }
 
   uint64_t pick(uint64_t n) { return rng() % n; }
   SessionId a_session() { return std::next(m.sessions.begin(), long(pick(m.sessions.size())))->first; }
@@ -496,7 +489,7 @@ struct Run {
 
   void begin_journal() {
     const uint8_t pool[16] = {1, 2, 3};
-    journal = std::make_unique<Journal>(directory + "/journal", pool, restarts);
+    journal = std::make_unique<Journal>(directory / "journal", pool, restarts);
     note(t.all_saved());
     journal->commit();
   }
@@ -510,7 +503,7 @@ struct Run {
     each(names.sessions), each(names.objects), each(names.claims);
   }
   void restart() {
-    const Journal::Contents log = Journal::read(directory + "/journal");
+    const Journal::Contents log = Journal::read(directory / "journal");
     CHECK_EQ(log.generation, restarts);
     ++restarts;
     // What was told bit by bit is what there is.
