@@ -30,10 +30,15 @@ constexpr std::array<uint32_t, 256> crc_table() {
   return t;
 }
 
-uint32_t crc32(std::string_view s) {
+// Of the head as well: a record of another kind would be worse than none.
+uint32_t crc32(const Head& h, std::string_view body) {
   static constexpr auto kTable = crc_table();
   uint32_t c = ~0u;
-  for (unsigned char b : s) c = kTable[(c ^ b) & 0xff] ^ (c >> 8);
+  auto add = [&c](std::string_view s) {
+    for (unsigned char b : s) c = kTable[(c ^ b) & 0xff] ^ (c >> 8);
+  };
+  add({reinterpret_cast<const char*>(&h), offsetof(Head, crc)});
+  add(body);
   return ~c;
 }
 
@@ -66,7 +71,8 @@ struct Reader {
 };
 
 void append(std::string& log, Kind kind, const Writer& w) {
-  const Head h{kind, uint32_t(w.out.size()), crc32(w.out)};
+  Head h{kind, uint32_t(w.out.size()), 0};
+  h.crc = crc32(h, w.out);
   log.append(reinterpret_cast<const char*>(&h), sizeof h).append(w.out);
 }
 
@@ -145,7 +151,7 @@ Journal::Contents Journal::read(const std::string& path) {
   for (rest = start.in; rest.size() >= sizeof(Head);) {
     Head h;
     Reader(rest).raw(&h);
-    if (h.bytes > rest.size() - sizeof h || crc32(rest.substr(sizeof h, h.bytes)) != h.crc) break;  // torn: its writer was killed
+    if (h.bytes > rest.size() - sizeof h || crc32(h, rest.substr(sizeof h, h.bytes)) != h.crc) break;  // torn: its writer was killed
     Reader r{rest.substr(sizeof h, h.bytes)};
     rest.remove_prefix(sizeof h + h.bytes);
     SavedSession s;
