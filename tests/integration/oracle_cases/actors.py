@@ -6,6 +6,7 @@ import queue
 
 import ray
 import ray.util
+import torch
 from oracle_outcome import counting
 from ray.util.queue import Queue
 
@@ -18,9 +19,9 @@ from oracle_cases.remotes import Keeper, Meeting, async_keeper, keeper, scale
 
 @case
 def actor_constructor_and_restart():
-    """A restarted actor gets its constructor arguments again; Ray asks its user to hold those given by ref."""
-    options, held = Keeper.options(max_restarts=1, max_task_retries=2), ray.put(floats(1))
-    actor = options.remote([floats(), array()], extra=held)
+    """A restarted actor gets its constructor arguments again; Ray asks its user to hold those given by ref, and large values are."""
+    options, held = Keeper.options(max_restarts=1, max_task_retries=2), ray.put([floats(1), array()])
+    actor = options.remote(["small", torch.arange(3)], extra=held)
     first = ray.get(actor.describe.remote(floats(2)))
     churn(4)
     ray.kill(actor, no_restart=False)

@@ -474,7 +474,7 @@ def class_restarts():
                 os._exit(1)
             return tensor + self.value
 
-    actor = Mortal.options(max_restarts=1, max_task_retries=1).remote(floats(1))
+    actor = Mortal.options(max_restarts=1, max_task_retries=1).remote(1)
     return ray.get(actor.die_at_first.remote(floats()))
 
 

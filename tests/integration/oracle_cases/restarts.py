@@ -1,4 +1,8 @@
-"""Actors that restart, tasks that are tried again."""
+"""Actors that restart, tasks that are tried again.
+
+Constructors are given small values only: large ones Ray keeps as objects of its own, and may have dropped when an actor restarts. (With the
+pool they are kept: see test_lifetime.)
+"""
 
 from __future__ import annotations
 
@@ -158,7 +162,6 @@ def until_answered(call, *args):
 
 @case
 def actor_restarts_with_its_arguments():
-    """Plain Ray has large arguments for one restart only, unless its user holds them."""
     held = ray.put(floats(1))
     actor = Fragile.options(max_restarts=-1).remote(["small", torch.arange(3)], extra=held)
     seen = [ray.get(actor.describe.remote(floats(2)))]
@@ -181,7 +184,7 @@ def actor_without_restarts_dies():
 
 @case
 def actor_out_of_restarts():
-    actor = Fragile.options(max_restarts=1).remote(floats())
+    actor = Fragile.options(max_restarts=1).remote("small")
     kind_of(ray.get, actor.die.remote())
     until_answered(actor.describe, floats(1))
     kind_of(ray.get, actor.die.remote())
@@ -212,7 +215,7 @@ def actor_calls_tried_no_further():
 @case
 def actor_calls_in_its_queue_when_it_dies():
     gate = Gate("actor_queue_at_death")
-    actor = Fragile.options(max_restarts=-1, max_task_retries=-1).remote(array())
+    actor = Fragile.options(max_restarts=-1, max_task_retries=-1).remote("small")
     results = [actor.die_at.remote(1, gate, floats()), *(actor.describe.remote(floats(i), ray.put(array(i))) for i in range(4))]
     churn(2)
     return [ray.get(results)]
@@ -255,7 +258,7 @@ def actor_error_not_tried_again_unless_asked():
 @case
 def async_actor_restarts():
     gate = Gate("async_actor_restarts")
-    actor = AsyncFragile.options(max_restarts=1, max_task_retries=1).remote([floats(3)])
+    actor = AsyncFragile.options(max_restarts=1, max_task_retries=1).remote("small")
     calls = [actor.die_at_first.remote(gate, ray.put(floats())), *(actor.describe.remote(floats(i)) for i in range(3))]
     return [ray.get(calls)]
 
@@ -272,7 +275,7 @@ def async_actor_stream_after_death():
 
 @case
 def named_actor_found_after_restart():
-    actor = Fragile.options(name="fragile-named", max_restarts=1).remote(floats())
+    actor = Fragile.options(name="fragile-named", max_restarts=1).remote("small")
     kind_of(ray.get, actor.die.remote())
     found = ray.get_actor("fragile-named")
     return [until_answered(found.describe, floats(1)), ray.kill(found)]
