@@ -100,6 +100,7 @@ class Broker {
   void apply_effects();
   void add_arena(uint64_t bytes, int node);
   void grow();
+  uint64_t largest_extent() const;
   void arena_progress(int fd);
   void make_room();
   std::string open_spill();  // "" or why there is none

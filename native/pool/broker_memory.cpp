@@ -60,6 +60,13 @@ void Broker::grow() {
   grow();  // now that it is there, populate it
 }
 
+// Bytes of the largest object that the arenas can hold: those there are, and the one that the rest of the capacity could become.
+uint64_t Broker::largest_extent() const {
+  uint64_t size = 0, largest = 0;
+  for (auto& a : arenas_) size += a->size(), largest = std::max(largest, a->size());
+  return std::max(largest, table_.limits().capacity - std::min(table_.limits().capacity, size));
+}
+
 void Broker::arena_progress(int fd) {
   for (uint32_t a = 0; a < arenas_.size(); ++a) {
     if (arenas_[a]->progress_fd() != fd) continue;

@@ -66,12 +66,15 @@ Status Broker::try_create(const Parked& p) {
   const SessionId s = conns_.at(p.fd).session;
   const ObjectId id = p.request.id;
   Location at;
-  const Status st = table_.create(s, id, p.request.size, &at, p.note, int(p.request.key.kind) - 1);
+  Status st = table_.create(s, id, p.request.size, &at, p.note, int(p.request.key.kind) - 1);
+  if (st == Status::kFull && p.request.size > largest_extent()) st = Status::kTooLarge;  // however much is freed
   if (st == Status::kFull || st == Status::kQuota) return st;
   if (st == Status::kOk) {
     if (!reply_found(p.fd, st, at)) table_.abort(s, id);
   } else {
-    reply_status(p.fd, st, st == Status::kTooLarge ? table_.why_full(p.request.size, s) : "");
+    std::string why;
+    if (st == Status::kTooLarge) why = table_.why_full(p.request.size, s) + "; no arena has more than " + std::to_string(largest_extent()) + " bytes";
+    reply_status(p.fd, st, why);
   }
   return st;
 }

@@ -454,7 +454,9 @@ Status Client::get(ObjectId id, int64_t timeout_ns, bool writable, View* out) {
   hold.keep();  // from here on, an exception unpins as `v` dies
   if (status == Status::kOnDisk) {
     if (fds.size() != 1) gone("the broker did not give its spill file");
-    if (!own_copy(&v, r, nullptr, fds[0].get())) return Status::kDamaged;
+    const bool read = own_copy(&v, r, nullptr, fds[0].get());
+    if (!broker_lives()) gone("the broker died");  // and its pin with it: the next one may have written something else there meanwhile
+    if (!read) return Status::kDamaged;
     *out = std::move(v);
     return Status::kOk;
   }
@@ -473,6 +475,12 @@ Status Client::get(ObjectId id, int64_t timeout_ns, bool writable, View* out) {
   v.data_ = data;
   *out = std::move(v);
   return Status::kOk;
+}
+
+bool Client::broker_lives() {
+  std::lock_guard lock(post_mutex_);
+  pollfd p{post_.get(), 0, 0};
+  return ::poll(&p, 1, 0) == 0;
 }
 
 // Fills a view with bytes of this process's own, and lets the pool's go. False: they cannot be read.

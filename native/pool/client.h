@@ -130,6 +130,7 @@ class Client : public std::enable_shared_from_this<Client> {
   void checkin(Fd fd);
   Reply call(Request q, const void* body = nullptr, size_t len = 0, std::string* text = nullptr, std::vector<Fd>* fds = nullptr);
   std::shared_ptr<ArenaMap> arena(uint64_t index);
+  bool broker_lives();
   bool own_copy(View* v, const Reply& r, const std::byte* from, int file);
   struct Hold;
   void post(const Request& q, const void* body = nullptr, size_t len = 0) noexcept;

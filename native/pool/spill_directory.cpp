@@ -28,12 +28,15 @@ void rest_ms(int ms) {
   ::nanosleep(&t, nullptr);
 }
 
-// The lock of a directory if nobody has it; empty otherwise.
+// The lock of a directory if nobody has it. Empty otherwise; errno says why: EWOULDBLOCK, and ENOENT where the directory is being removed,
+// may pass.
 Fd try_lock(const std::string& path, int flags = 0) {
   Fd fd(::open((path + "/lock").c_str(), O_RDWR | O_CLOEXEC | flags, 0600));
   if (!fd || ::flock(fd.get(), LOCK_EX | LOCK_NB)) return Fd();
   struct stat mine, there;  // it may be of a directory that was removed, and made again
-  if (::fstat(fd.get(), &mine) || ::stat((path + "/lock").c_str(), &there) || mine.st_ino != there.st_ino) return Fd();
+  if (!::fstat(fd.get(), &mine) && !::stat((path + "/lock").c_str(), &there) && mine.st_ino == there.st_ino) return fd;
+  fd.reset();
+  errno = ENOENT;
   return fd;
 }
 
@@ -87,8 +90,9 @@ void SpillDirectory::take() {
       if ((lock_ = try_lock(path_, O_CREAT))) return;
     } catch (const std::system_error& e) {
       if (e.code().value() != ENOENT || tries == kLockTries) throw;  // another pool's broker has just removed the parent
+      errno = ENOENT;
     }
-    if (errno == ENOSPC || errno == EDQUOT || tries == kLockTries) throw std::system_error(errno, std::generic_category(), path_ + "/lock");
+    if ((errno != EWOULDBLOCK && errno != ENOENT) || tries == kLockTries) throw std::system_error(errno, std::generic_category(), path_ + "/lock");
     rest_ms(1);
   }
 }

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/eventfd.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -53,6 +54,12 @@ SpillFile::~SpillFile() {
     lane->wake.notify_all();
   }
   for (Lane* lane : {&writes_, &reads_}) lane->thread.join();
+}
+
+void SpillFile::cut(uint64_t bytes) {
+  struct stat st;
+  if (::fstat(writer_fd_.get(), &st) || uint64_t(st.st_size) <= bytes) return;
+  [[maybe_unused]] auto n = ::ftruncate(writer_fd_.get(), off_t(bytes));  // or the place is only used again
 }
 
 void SpillFile::submit(Job job) {
