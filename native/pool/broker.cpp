@@ -13,6 +13,11 @@
 #include <cstring>
 
 namespace mcr {
+namespace {
+
+constexpr uint64_t kReadAhead = 64 << 20;  // bytes
+
+}  // namespace
 
 int64_t now_ns() {
   timespec t;
@@ -27,7 +32,8 @@ Broker::Broker(const BrokerConfig& config)
               .quota = config.quota,
               .high = config.high,
               .low = config.low,
-              .disk = config.spill_dir.empty() ? 0 : config.spill_limit}),
+              .disk = config.spill_dir.empty() ? 0 : config.spill_limit,
+              .read_ahead = std::min(kReadAhead, config.capacity / 8)}),
       started_(now_ns()),
       directory_(config.spill_dir) {
   listener_ = listen_abstract(config.name);  // first: whoever is second must not touch memory

@@ -134,6 +134,7 @@ Status Table::allocate(Object& o, int place) {
 }
 
 void Table::free_pages(Object& o) {
+  no_longer_ahead(o);
   arenas_[o.arena].free(o.node);
   o.node = PageAllocator::kNil;
   account(o, [&](Usage& u) { u.used -= o.bytes(); });
@@ -293,6 +294,10 @@ Status Table::get(SessionId s, ObjectId id, Location* out, bool may_wait) {
   ++o.pins;
   ++n->pins[id];
   settle(id, o);
+  if (o.ahead) {
+    no_longer_ahead(o);
+    if (may_wait) read_ahead();
+  }
   return found;
 }
 

@@ -62,6 +62,7 @@ class Table {
     uint64_t quota = 0;           // bytes that one group may have in memory; 0: as much as there is
     double high = 0.8, low = 0.65;  // watermarks, as parts of the capacity (or quota)
     uint64_t disk = 0;            // bytes of the spill file at most; 0: no spilling
+    uint64_t read_ahead = 0;      // bytes read back before they are asked for, where objects are got in the order they were spilled
   };
   // Bytes to be written to the spill file, or read from it. Nothing else touches either place until `written` or `read_back`.
   struct Transfer {
@@ -172,6 +173,7 @@ class Table {
   };
   struct Object {
     bool sealed = false, removed = false, damaged = false;
+    bool ahead = false;  // read back unasked, and not got since
     Io io = Io::kNone;
     Idle idle = Idle::kNone;
     SessionId creator = 0;
@@ -236,6 +238,10 @@ class Table {
   bool room_is_coming(std::optional<uint32_t> group) const;
   bool over_quota(const Object& o) const;
   bool start_read(ObjectId id, Object& o);
+  bool read_one(ObjectId id, Object& o);
+  void read_ahead();
+  void no_longer_ahead(Object& o);
+  uint64_t free_bytes() const;
   bool start_write(ObjectId id, Object& o);
   void relieve(const Usage& usage, uint64_t limit, uint64_t wanted, std::optional<uint32_t> group);
   Status absent(ObjectId id) const;
@@ -271,7 +277,9 @@ class Table {
   std::unordered_set<SessionId> of_this_life_;  // kept in a second life: sessions whose missing objects were freed, not lost
   std::list<ObjectId> dirty_, clean_;  // idle, least recently used first
   Usage usage_;
+  std::map<uint64_t, ObjectId> by_place_;  // what is on disk, by its offset there
   uint64_t inline_used_ = 0, births_ = 0, disk_used_ = 0;
+  uint64_t read_to_ = 0, ahead_ = 0;  // where in the spill file reading got to; bytes read back unasked and not got since
   int64_t now_ = 0;
   bool growing_ = true, saving_ = false, second_life_ = false, disk_refuses_ = false;
   std::string disk_error_;

@@ -72,6 +72,7 @@ void Table::written(ObjectId id, const std::string& error) {
   if (error.empty()) {
     counters_.spill_written_bytes += o.bytes();
     if (!disk_refuses_) disk_error_.clear();
+    by_place_[o.disk] = id;
     if (saving_) effects_.saved.objects.push_back(id);
   } else {
     disk_refuses_ = true;
@@ -84,9 +85,41 @@ void Table::written(ObjectId id, const std::string& error) {
 }
 
 bool Table::start_read(ObjectId id, Object& o) {
-  uint64_t free = usage_.clean;
-  for (const auto& a : arenas_) free += a.free_pages() * kPageSize;
-  if (free < o.bytes()) return false;
+  if (!read_one(id, o)) return false;
+  const bool in_order = o.disk == read_to_;
+  read_to_ = o.disk + o.bytes();
+  if (in_order) read_ahead();
+  return true;
+}
+
+// Batches are mostly read in the order in which they were put, and so spilled: then the disk works while the reader does.
+void Table::read_ahead() {
+  for (auto next = by_place_.find(read_to_); next != by_place_.end() && next->first == read_to_; ++next) {
+    Object& o = objects_.at(next->second);
+    if (!o.in_memory()) {
+      const uint64_t before = ahead_, room = free_bytes() + usage_.clean - std::min(usage_.clean, ahead_);
+      if (o.damaged || o.removed || ahead_ + o.bytes() > limits_.read_ahead || room < o.bytes() || !read_one(next->second, o)) return;
+      const bool at_the_cost_of_others = ahead_ < before;  // the room was in pieces
+      o.ahead = true;
+      ahead_ += o.bytes();
+      if (at_the_cost_of_others) return;
+    }
+    read_to_ += o.bytes();
+  }
+}
+
+void Table::no_longer_ahead(Object& o) {
+  if (std::exchange(o.ahead, false)) ahead_ -= o.bytes();
+}
+
+uint64_t Table::free_bytes() const {
+  uint64_t n = 0;
+  for (const auto& a : arenas_) n += a.free_pages() * kPageSize;
+  return n;
+}
+
+bool Table::read_one(ObjectId id, Object& o) {
+  if (free_bytes() + usage_.clean < o.bytes()) return false;
   while (over_quota(o))
     if (!evict_one_clean(o.group)) return false;
   while (!take_pages(o, -1))
@@ -113,6 +146,7 @@ void Table::read_back(ObjectId id, const std::string& error) {
 
 void Table::free_extent(Object& o) {
   disk_.free(o.extent);
+  by_place_.erase(o.disk);
   o.extent = PageAllocator::kNil;
   disk_used_ -= o.bytes();
   effects_.holes.emplace_back(o.disk, o.bytes());
@@ -219,6 +253,7 @@ void Table::restored() {
       effects_.holes.emplace_back(from * kPageSize, (page - from) * kPageSize);
     }
     o.extent = disk_.append(o.pages);
+    by_place_[o.disk] = id;
     disk_used_ += o.bytes();
   }
   for (auto it = claims_.begin(); it != claims_.end();) {

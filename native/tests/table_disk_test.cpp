@@ -875,6 +875,42 @@ TEST(groups_come_back_with_sessions_and_objects) {
   CHECK_EQ(f.create(C, 10), Status::kOk);
 }
 
+TEST(what_is_got_in_order_is_read_ahead) {
+  Table::Limits l = limits(200, 0, 100);
+  l.read_ahead = 4 * kPageSize;
+  Fixture f(l);
+  Ids ids;
+  for (int i = 0; i < 150; ++i) {
+    ids.push_back(f.put(A, 1));
+    f.spill();
+    f.all_written();
+  }
+  auto ask = [&](int i) {
+    Location at;
+    const Status st = f.t.get(A, ids[size_t(i)], &at);
+    f.take();
+    return st;
+  };
+  CHECK_EQ(ask(2), Status::kWait);  // out of the blue: alone
+  CHECK_EQ(f.reading.size(), 1u);
+  f.read_back(ids[2]);
+  CHECK_EQ(ask(2), Status::kOk);
+  CHECK_EQ(ask(3), Status::kWait);  // the next one: four more
+  CHECK(Fixture::names(f.reading) == (Ids{ids[3], ids[4], ids[5], ids[6], ids[7]}));
+  while (!f.reading.empty()) f.read_back(f.reading.front().id);
+  CHECK_EQ(ask(4), Status::kOk);  // and one more for each that is got
+  CHECK(Fixture::names(f.reading) == Ids{ids[8]});
+  f.t.remove(ids[8]);  // the others go on
+  f.take();
+  f.read_back(ids[8]);
+  CHECK_EQ(ask(5), Status::kOk);
+  CHECK_EQ(f.reading.size(), 2u);
+  Location at;
+  CHECK_EQ(f.t.get(A, ids[6], &at, false), Status::kOk);  // not while creates wait
+  f.take();
+  CHECK_EQ(f.reading.size(), 2u);
+}
+
 }  // namespace
 
 int main() { return check::run(); }
