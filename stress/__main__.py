@@ -19,6 +19,10 @@ def parser() -> argparse.ArgumentParser:
     store.add_argument(
         "--broker-kills", action="store_true", help="kill the broker too, every few seconds; what was on disk must come back"
     )
+    ray = what.add_parser("ray", help="the same over a Ray job, whose workers are killed")
+    common(ray)
+    both = what.add_parser("both", help="one after the other, each for half the time")
+    common(both)
     return out
 
 
@@ -36,18 +40,30 @@ def positive(text: str) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    outcome = run(options)
-    print(outcome.summary())
-    print(outcome.as_json(), flush=True)
-    return outcome.status
+    outcomes = []
+    for run in (over_store, over_ray) if options.what == "both" else (over_store if options.what == "store" else over_ray,):
+        outcomes.append(run(options))
+        print(outcomes[-1].summary(), flush=True)
+        if outcomes[-1].interrupted:
+            break
+    for outcome in outcomes:
+        print(outcome.as_json(), flush=True)
+    return max(outcome.status for outcome in outcomes)
 
 
-def run(options: argparse.Namespace) -> Outcome:
-    return storm.run(
-        storm.Options(
-            seconds=options.seconds, kills_per_second=options.kills_per_second, seed=options.seed, broker_kills=options.broker_kills
-        )
-    )
+def seconds(options: argparse.Namespace) -> float:
+    return options.seconds / 2 if options.what == "both" else options.seconds
+
+
+def over_store(options: argparse.Namespace) -> Outcome:
+    chosen = {"kills_per_second": options.kills_per_second, "broker_kills": options.broker_kills} if options.what == "store" else {}
+    return storm.run(storm.Options(seconds=seconds(options), seed=options.seed, **chosen))
+
+
+def over_ray(options: argparse.Namespace) -> Outcome:
+    from stress import ray_storm
+
+    return ray_storm.run(ray_storm.Options(seconds=seconds(options), seed=options.seed))
 
 
 if __name__ == "__main__":
