@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test native-test lint bench clean
+.PHONY: help setup demo test native-test lint bench stress soak clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,12 @@ bench: $(STAMP) ## All benchmarks against Ray's own store, as tables
 	$(BIN)/python -m bench put_get
 	$(BIN)/python -m bench actor_pipeline
 	$(BIN)/python -m bench spill
+
+stress: $(STAMP) ## Kill clients and Ray workers at random, for SECONDS=60
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)
+
+soak: $(STAMP) ## A steady job for MINUTES=30, in which nothing may grow
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --seconds $$(( $(or $(MINUTES),30) * 60 ))
 
 clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)

@@ -1,4 +1,4 @@
-"""`python -m stress store`: see `--help`."""
+"""`make stress`, `make soak`, or `PYTHONPATH=$PWD/tests python -m stress --help` in the top directory."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def parser() -> argparse.ArgumentParser:
     common(ray)
     both = what.add_parser("both", help="one after the other, each for half the time")
     common(both)
+    soak = what.add_parser("soak", help="a steady job: memory, descriptors and threads of every process must stay where they are")
+    common(soak)
     return out
 
 
@@ -41,7 +43,7 @@ def positive(text: str) -> float:
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     outcomes = []
-    for run in (over_store, over_ray) if options.what == "both" else (over_store if options.what == "store" else over_ray,):
+    for run in RUNS[options.what]:
         outcomes.append(run(options))
         print(outcomes[-1].summary(), flush=True)
         if outcomes[-1].interrupted:
@@ -64,6 +66,15 @@ def over_ray(options: argparse.Namespace) -> Outcome:
     from stress import ray_storm
 
     return ray_storm.run(ray_storm.Options(seconds=seconds(options), seed=options.seed))
+
+
+def at_rest(options: argparse.Namespace) -> Outcome:
+    from stress import soak
+
+    return soak.run(soak.Options(seconds=options.seconds, seed=options.seed))
+
+
+RUNS = {"store": (over_store,), "ray": (over_ray,), "both": (over_store, over_ray), "soak": (at_rest,)}
 
 
 if __name__ == "__main__":
