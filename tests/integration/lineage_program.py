@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import sys
 import tempfile
 
@@ -85,8 +86,8 @@ class Nodes:
     """A node that stays, with the driver, and one that does not."""
 
     def __init__(self):
-        directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-        head = {"num_cpus": 2, "resources": {"head": 1.0}, "temp_dir": directory, "_system_config": SOON, "include_dashboard": False}
+        self.directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: there are sockets in it
+        head = {"num_cpus": 2, "resources": {"head": 1.0}, "temp_dir": self.directory, "_system_config": SOON, "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.second = self._add()
 
@@ -169,6 +170,7 @@ def main():
     print(json.dumps(results))
     ray.shutdown()
     nodes.cluster.shutdown()
+    shutil.rmtree(nodes.directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
