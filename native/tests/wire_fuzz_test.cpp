@@ -8,6 +8,7 @@
 #include <random>
 
 #include "harness.h"
+#include "temporary.h"
 
 using namespace mcr;
 using harness::BrokerThread;
@@ -20,9 +21,9 @@ std::ostream& operator<<(std::ostream& o, Status s) { return o << "status " << i
 
 namespace {
 
-constexpr uint64_t kCapacity = 16 << 20;
+constexpr uint64_t kCapacity = 4 << 20, kMost = 2 * kCapacity;
 constexpr int64_t kMs = 1'000'000;
-constexpr uint64_t kTreasures = 40;  // objects of the honest client that the others know of
+constexpr uint64_t kTreasures = 40;  // objects of the honest client that the others know of; most of them end up on the disk
 constexpr int kInputsAProcess = 2500;
 
 ClaimKey self(ObjectId id) {
@@ -94,7 +95,7 @@ class Fuzzer {
   };
   static bool answered(Op op) {
     return op == Op::kHello || op == Op::kAttach || op == Op::kCreate || op == Op::kSeal || op == Op::kPutInline || op == Op::kGet || op == Op::kWait ||
-           op == Op::kStats;
+           op == Op::kStats || op == Op::kArena || op == Op::kGrow;
   }
 
   uint64_t pick(uint64_t n) { return rng_() % n; }
@@ -116,7 +117,7 @@ class Fuzzer {
       Reply r;
       if (n < ssize_t(sizeof r)) continue;
       std::memcpy(&r, buf, sizeof r);
-      if (!c.session && r.status == 0 && r.count == 16 && r.size == kCapacity) c.session = r.aux, sessions_.push_back(r.aux);
+      if (!c.session && r.status == 0 && r.count == 16 && r.size >= kCapacity) c.session = r.aux, sessions_.push_back(r.aux);
       else if (!c.session && r.status == 0) c.session = joining_;
     }
   }
@@ -151,22 +152,33 @@ class Fuzzer {
     static constexpr Op kOps[] = {Op::kCreate, Op::kCreate,  Op::kCreate, Op::kCreate,  Op::kSeal,  Op::kSeal,   Op::kSeal,   Op::kSeal,
                                   Op::kGet,    Op::kGet,     Op::kGet,    Op::kRelease, Op::kAbort, Op::kDelete, Op::kAdopt,  Op::kDisown,
                                   Op::kWait,   Op::kUnclaim, Op::kPutInline};
-    if (pick(40)) return kOps[pick(std::size(kOps))];
-    return pick(4) ? Op::kStats : Op(1 + pick(uint64_t(Op::kLast)));
+    if (pick(30)) return kOps[pick(std::size(kOps))];
+    static constexpr Op kRare[] = {Op::kStats, Op::kArena, Op::kGrow};
+    return pick(4) ? kRare[pick(3)] : Op(1 + pick(uint64_t(Op::kLast)));
   }
   std::string message(const Conn& c) {
     Request q = request(an_op(c), id(), size(), timeout(), key());
-    q.flags = uint16_t(pick(20) ? pick(16) : rng_());
+    q.flags = uint16_t(pick(20) ? pick(64) : rng_());
     std::string body;
     switch (Op(q.op)) {
       case Op::kHello:
         q.size = pick(20) ? kProtocolVersion : rng_();
         body.assign(pick(30) ? pick(40) : pick(kMaxMessage - sizeof q), char(rng_()));
+        if (pick(2)) body += std::string(1, '\0') + "group " + std::to_string(pick(3));
         break;
       case Op::kAttach:
         q.id = {joining_ = session(), 0};
         break;
+      case Op::kArena:
+        q.size = pick(10) ? pick(4) : rng_();
+        break;
+      case Op::kGrow:  // once it has grown, it stays so
+        q.size = pick(20) ? pick(kCapacity) : pick(2) ? kMost - pick(kCapacity) : rng_();
+        break;
       case Op::kCreate:
+        q.key.kind = uint32_t(pick(50) ? pick(3) : rng_());
+        body.assign(pick(20) ? pick(60) : pick(kNoteMax + 2), char(rng_()));
+        [[fallthrough]];
       case Op::kPutInline:
         if (pick(10)) q.id = {c.session, ++counter_};
         made_.push_back(q.id);
@@ -187,7 +199,7 @@ class Fuzzer {
       default:
         break;
     }
-    const bool bytes = q.op == uint16_t(Op::kHello) || q.op == uint16_t(Op::kPutInline);
+    const bool bytes = q.op == uint16_t(Op::kHello) || q.op == uint16_t(Op::kPutInline) || q.op == uint16_t(Op::kCreate);
     q.count = uint32_t(pick(100) ? body.size() / (bytes ? 1 : sizeof(ObjectId)) : rng_());
     return std::string(reinterpret_cast<const char*>(&q), sizeof q) + body;
   }
@@ -286,7 +298,15 @@ uint64_t seed = 1;
 TEST(nonsense_bounces_off) {
   check::context = "seed " + std::to_string(seed);
   std::printf("%s\n", check::context.c_str());
-  BrokerThread b(kCapacity);
+  Temporary dir;
+  BrokerConfig config = harness::config(harness::random_name(), kCapacity);
+  config.most = kMost;
+  config.arena = kCapacity;
+  config.quota = kCapacity * 3 / 4;
+  config.spill_dir = dir / "pool/one";
+  config.spill_limit = 64 << 20;
+  config.disk_reserve = 0;
+  BrokerThread b(config);
   Honest honest(b);
   std::mt19937_64 rng(seed);
   for (int sent = 0; sent < inputs;) {
@@ -311,9 +331,13 @@ TEST(nonsense_bounces_off) {
   UNTIL(honest.stat("claims") == honest.stat("orphans"));
   std::byte* all;
   const ObjectId id = honest.c->new_id();
-  UNTIL(honest.c->create(id, kCapacity, 10 * kMs, &all).status == Status::kOk);
+  UNTIL(honest.c->create(id, config.quota, 10 * kMs, &all).status == Status::kOk);
   honest.c->abort(id);
-  UNTIL(honest.stat("used_bytes") == 0 && honest.stat("leases") == 0);
+  UNTIL(honest.stat("leases") == 0 && honest.stat("pins") == 0 && honest.stat("writing_bytes") == 0);
+  const std::string end = honest.c->stats();
+  std::printf("%llu bytes spilled, %llu read back, %llu gets served from the disk\n", check::number(end, "spill_written_bytes"),
+              check::number(end, "spill_read_bytes"), check::number(end, "served_from_disk"));
+  CHECK(check::number(end, "spill_written_bytes") > kCapacity && check::number(end, "served_from_disk") > 0);
 }
 
 }  // namespace
