@@ -234,14 +234,6 @@ class _Storm:
 
             here = session.current()
             rows = json.loads(here.client.inspect())["object_rows"][:5] if here else []
-            table = self.ray._private.worker.global_worker.core_worker.get_all_reference_counts()
-            keys = [c["key"] for r in json.loads(here.client.inspect())["object_rows"] for c in r["claims"]]
-            print("DEBUG", len(table), len(keys), [k in {x.decode() for x in table} for k in keys])
-            for k, v in table.items():
-                print(k, v)
-            print("mode", gc.get_referrers)
-            refs = [o for o in gc.get_objects() if isinstance(o, _Item)]
-            print("items alive", len(refs))
             self.outcome.demand(False, f"left in the pool when the driver had let go of everything: {left}; among them {rows}")
 
 
