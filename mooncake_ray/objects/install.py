@@ -2,7 +2,8 @@
 
 `install()` in the driver, before `ray.init()`: the job's workers get a setup hook through Ray's own `RAY_RUNTIME_ENV_HOOK`, and the user's
 hooks run as before. Nothing of Ray's public API is replaced; the seams are private functions: two on the way to the pickle (see `routing`),
-one on the way back (see `losses`), and the three under `.remote()`, where tokens of by-value arguments must outlive the submission.
+one on the way back (see `losses`), the one under `ray.put`, and the three under `.remote()`, where tokens of by-value arguments must outlive
+the submission.
 `uninstall()` puts back what was there.
 """
 
@@ -125,6 +126,7 @@ def open_seams() -> None:
         context = ray_serialization.SerializationContext
         _replace(context, "serialize", routing.serialize_with(context.serialize))
         _replace(ray_serialization, "RaySystemError", losses.error_maker(ray_serialization.RaySystemError))
+        _replace(ray_worker.Worker, "put_object", _putting(ray_worker.Worker.put_object))
         for cls in (RemoteFunction, ActorMethod):
             _replace(cls, "_remote", _submitting(cls._remote))
         _replace(ActorClass, "_remote", _creating(ActorClass._remote))
@@ -136,6 +138,25 @@ def open_seams() -> None:
 def _replace(owner: Any, name: str, value: Any) -> None:
     _originals.append((owner, name, inspect.getattr_static(owner, name)))
     setattr(owner, name, value)
+
+
+def _putting(original: Callable[..., ray.ObjectRef]) -> Callable[..., ray.ObjectRef]:
+    """`Worker.put_object`, after which what was claimed for the value also ends with the ref."""
+
+    @functools.wraps(original)
+    def put_object(self: Any, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        state = routing.state
+        outer, state.token_of_put = state.token_of_put, None
+        try:
+            ref = original(self, *args, **kwargs)
+            token = state.token_of_put
+        finally:
+            state.token_of_put = outer
+        if token is not None and (here := session.current()) is not None:
+            here.lifetimes.end_with(ref, token)
+        return ref
+
+    return put_object
 
 
 def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -139,6 +139,15 @@ class Lifetimes:
                 self._watched[pool.KIND_TOKEN, token.binary()] = _row(token.binary())
         return token
 
+    def end_with(self, put: ray.ObjectRef, token: ray.ObjectRef) -> None:
+        """Ends the claims of a put's token with the put itself.
+
+        Ray forgets to let go of what a put contains where the put ends as the lineage of a task's return: a ref that the caller dropped before
+        it dropped what a retriable task made of it.
+        """
+        key = token.binary()
+        self._register(put, lambda _: self._token_gone(key))
+
     def _register(self, ref: ray.ObjectRef, gone: Callable[[bytes], None]) -> bool:
         """Has Ray call `gone` (on a thread of its own) when a ref that this process holds and owns is out of scope. False before Ray 2.56."""
         register = getattr(self.worker.core_worker, "add_object_out_of_scope_callback", None)

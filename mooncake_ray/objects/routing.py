@@ -50,6 +50,7 @@ class Place:
 class _State(threading.local):
     place: Place | None = None
     held: list[ray.ObjectRef] | None = None  # a list while `.remote()` runs on this thread: keeps tokens until the task is submitted
+    token_of_put: ray.ObjectRef | None = None  # of the put that this thread is in, once it has one
     returning: tuple[bytes, int] | None = None  # the task whose returns this thread is storing, and its attempt
     ordinal: int = 0
     chosen: bool = False  # the code that is running asked for the pool by name
@@ -182,6 +183,8 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
         here.worker.get_serialization_context().add_contained_object_ref(token, allow_out_of_band_serialization=True)
         if state.held is not None:
             state.held.append(token)
+        if place is _A_PUT:
+            state.token_of_put = token
         claim = (pool.KIND_TOKEN, token.binary(), place is _AN_ASYNC_RETURN)
     if lease is not None:
         lease.copy(segments.parts)

@@ -110,11 +110,15 @@ def kit(pool_ray):
     def use(b):
         return first(b)
 
+    @ray.remote
+    def echo(b):
+        return b
+
     class Kit:
         pass
 
     k = Kit()
-    k.Worker, k.Async, k.make, k.use, k.ray = Worker, Async, make, use, ray
+    k.Worker, k.Async, k.make, k.use, k.echo, k.ray = Worker, Async, make, use, echo, ray
     k.a, k.b, k.async_ = Worker.remote(), Worker.remote(), Async.remote()
     ray.get([k.a.pid.remote(), k.b.pid.remote(), k.async_.pid.remote()])
     return k
@@ -212,6 +216,21 @@ def test_chain_of_tasks_drops_what_is_behind(pool, kit):
         ref = kit.b.pass_on.remote(kit.a.pass_on.remote(ref))
     assert first(kit.ray.get(ref)) == 1
     until(lambda: pool.objects == 1, "only one object left of a chain")
+
+
+@pytest.mark.parametrize("made", ["put", "return", "return of an async actor", "return of a task"])
+def test_what_a_kept_return_was_made_of(pool, kit, made):
+    """Dropped before the return, it is that one's lineage: what it contains, Ray would not let go of in the end."""
+    makes = {"put": lambda: kit.ray.put(batch(2)), "return": lambda: kit.a.make.remote(2)}
+    makes |= {"return of an async actor": lambda: kit.async_.make.remote(2), "return of a task": lambda: kit.make.remote(2)}
+    source = makes[made]()
+    product = kit.echo.remote(source)
+    assert first(kit.ray.get(product)) == 2
+    del source
+    gc.collect()
+    assert pool.objects == 1  # the product passes on what its source is
+    del product
+    pool.settles_at(0)
 
 
 def test_argument_waits_in_a_queue(pool, kit):
