@@ -146,7 +146,9 @@ class Lifetimes:
         it dropped what a retriable task made of it.
         """
         key = token.binary()
-        self._register(put, lambda _: self._token_gone(key))
+        if not self._register(put, lambda _: self._token_gone(key)):
+            with self._lock:
+                self._watched[pool.KIND_TOKEN, key] = _row(put.binary())
 
     def _register(self, ref: ray.ObjectRef, gone: Callable[[bytes], None]) -> bool:
         """Has Ray call `gone` (on a thread of its own) when a ref that this process holds and owns is out of scope. False before Ray 2.56."""
