@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test native-test lint bench stress soak clean
+.PHONY: help setup demo test oracle native-test lint bench stress soak clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -16,6 +16,9 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 
 test: $(STAMP) native-test ## All tests
 	$(BIN)/python -m pytest -q
+
+oracle: $(STAMP) ## Every oracle case, also with the decorator in place of install()
+	ORACLE_SUBJECT="pool decorated" $(BIN)/python -m pytest -q tests/integration/test_oracle.py
 
 native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
 	$(BIN)/cmake -S native -B build/asan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_SANITIZE=address,undefined -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
