@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+SECONDS ?= 60
+MINUTES ?= 30
 
-.PHONY: help setup demo test native-test lint bench clean
+.PHONY: help setup demo test native-test lint bench stress soak clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +35,12 @@ bench: $(STAMP) ## All benchmarks against Ray's own store, as tables
 	$(BIN)/python -m bench put_get
 	$(BIN)/python -m bench actor_pipeline
 	$(BIN)/python -m bench spill
+
+stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
+	$(BIN)/python -m stress both --seconds $(SECONDS)
+
+soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
+	$(BIN)/python -m stress soak --minutes $(MINUTES)
 
 clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)

@@ -213,13 +213,13 @@ class _Storm:
         """Looks at what must still be there; lets go of everything; then everything must be free."""
         while self.pending:
             self.finish(next(iter(self.pending)))
-        for item in list(self.items):
+        while self.items:
+            item = self.items.pop()
             self.guard(lambda item=item: self.check(item), item)
+        del item
         self.outcome.counts = self.progress()
-        self.items.clear()
-        for actor in self.actors:
-            self.ray.kill(actor)
-        self.actors.clear()
+        while self.actors:
+            self.ray.kill(self.actors.pop())
         gc.collect()
         left: dict[str, int] = {}
 
@@ -234,12 +234,6 @@ class _Storm:
 
             here = session.current()
             rows = json.loads(here.client.inspect())["object_rows"][:5] if here else []
-            table = self.ray._private.worker.global_worker.core_worker.get_all_reference_counts()
-            keys = [c["key"] for r in json.loads(here.client.inspect())["object_rows"] for c in r["claims"]]
-            print("DEBUG", len(table), len(keys), [k in {x.decode() for x in table} for k in keys])
-            for k, v in table.items(): print(k, v)
-            import sys; print("mode", gc.get_referrers); 
-            refs = [o for o in gc.get_objects() if isinstance(o, _Item)]; print("items alive", len(refs))
             self.outcome.demand(False, f"left in the pool when the driver had let go of everything: {left}; among them {rows}")
 
 

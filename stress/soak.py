@@ -169,5 +169,7 @@ def _judge(series: dict[int, Series], outcome: Outcome) -> None:
         for what, limit in LIMITS.items():
             if what == "own" and one.at[-1] - one.at[0] < _MEMORY_FROM_S:
                 continue
-            outcome.demand(growth[what] <= limit, f"{one.name} ({pid}): {what} grow by {growth[what]:,.0f} in an hour; the limit is {limit:,}")
+            outcome.demand(
+                growth[what] <= limit, f"{one.name} ({pid}): {what} grow by {growth[what]:,.0f} in an hour; the limit is {limit:,}"
+            )
     outcome.counts["processes"] = len(series)
