@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 
@@ -45,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     runs = {"store": [over_store], "ray": [over_ray], "both": [over_store, over_ray], "soak": [soaking]}[options.what]
     outcomes: list[Outcome] = []
     for run in runs:
-        outcomes.append(run(options))
+        with contextlib.redirect_stdout(sys.stderr):  # Ray's messages
+            outcomes.append(run(options))
         if not options.json:
             print(outcomes[-1].summary(), flush=True)
         if outcomes[-1].interrupted:
