@@ -37,11 +37,11 @@ bench: $(STAMP) ## All benchmarks against Ray's own store, as tables
 	$(BIN)/python -m bench actor_pipeline
 	$(BIN)/python -m bench spill
 
-stress: $(STAMP) ## Kill clients and Ray workers at random, for SECONDS=60
+stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)
 
-soak: $(STAMP) ## A steady job for MINUTES=30, in which nothing may grow
-	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --seconds $$(( $(or $(MINUTES),30) * 60 ))
+soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --minutes $(or $(MINUTES),30)
 
 clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)

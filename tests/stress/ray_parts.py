@@ -22,6 +22,7 @@ def start_ray(spill_dir: str, **settings: Any) -> None:
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls whose answers nobody waits for
     import ray
 
     import mooncake_ray

@@ -213,13 +213,13 @@ class _Storm:
         """Looks at what must still be there; lets go of everything; then everything must be free."""
         while self.pending:
             self.finish(next(iter(self.pending)))
-        for item in list(self.items):
+        while self.items:
+            item = self.items.pop()
             self.guard(lambda item=item: self.check(item), item)
+        del item
         self.outcome.counts = self.progress()
-        self.items.clear()
-        for actor in self.actors:
-            self.ray.kill(actor)
-        self.actors.clear()
+        while self.actors:
+            self.ray.kill(self.actors.pop())
         gc.collect()
         left: dict[str, int] = {}
 
