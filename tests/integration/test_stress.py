@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stress import content, soak
+from stress.content import Board, CorruptError, Slot
 
 from bench.processes import family
 from mooncake_ray.store import ObjectKey
-from stress import content, soak
-from stress.content import Board, CorruptError, Slot
 
 ROOT = Path(__file__).resolve().parents[2]
 
