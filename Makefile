@@ -14,17 +14,18 @@ setup: $(STAMP) ## Virtual environment, Debian packages where missing, build
 demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
-test: $(STAMP) native-test ## All tests
+test: $(STAMP) ## All tests, the fuzzer with fewer inputs
+	$(MAKE) native-test FUZZ_INPUTS=150000
 	$(BIN)/python -m pytest -q
 
 oracle: $(STAMP) ## Every oracle case, also with the decorator in place of install()
 	ORACLE_SUBJECT="pool decorated" $(BIN)/python -m pytest -q tests/integration/test_oracle.py
 
 native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
-	$(BIN)/cmake -S native -B build/asan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_SANITIZE=address,undefined -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	$(BIN)/cmake -S native -B build/asan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),1000000) -DMOONCAKE_SANITIZE=address,undefined -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 	$(BIN)/cmake --build build/asan
 	$(BIN)/ctest --test-dir build/asan --output-on-failure
-	$(BIN)/cmake -S native -B build/tsan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_SANITIZE=thread -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	$(BIN)/cmake -S native -B build/tsan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),1000000) -DMOONCAKE_SANITIZE=thread -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 	$(BIN)/cmake --build build/tsan
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure
 
