@@ -15,7 +15,7 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
 test: $(STAMP) ## All tests, the fuzzer with fewer inputs
-	$(MAKE) native-test FUZZ_INPUTS=150000
+	$(MAKE) native-test FUZZ_INPUTS=200000
 	$(BIN)/python -m pytest -q
 
 oracle: $(STAMP) ## Every oracle case, also with the decorator in place of install()

@@ -56,12 +56,6 @@ SpillFile::~SpillFile() {
   for (Lane* lane : {&writes_, &reads_}) lane->thread.join();
 }
 
-void SpillFile::cut(uint64_t bytes) {
-  struct stat st;
-  if (::fstat(writer_fd_.get(), &st) || uint64_t(st.st_size) <= bytes) return;
-  [[maybe_unused]] auto n = ::ftruncate(writer_fd_.get(), off_t(bytes));  // or the place is only used again
-}
-
 void SpillFile::submit(Job job) {
   Lane& lane = job.kind == Job::kRead ? reads_ : writes_;  // a hole is made before its place is written again
   std::lock_guard lock(lane.mutex);
@@ -70,7 +64,9 @@ void SpillFile::submit(Job job) {
 }
 
 void SpillFile::truncate(uint64_t bytes) {
-  [[maybe_unused]] auto r = ::ftruncate(writer_fd_.get(), off_t(bytes));  // what stays too long is written over
+  struct stat st;
+  if (::fstat(writer_fd_.get(), &st) || uint64_t(st.st_size) <= bytes) return;  // too short: reads are to say so
+  [[maybe_unused]] auto r = ::ftruncate(writer_fd_.get(), off_t(bytes));        // what stays too long is written over
 }
 
 std::vector<SpillFile::Job> SpillFile::done() {

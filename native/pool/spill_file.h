@@ -32,9 +32,8 @@ class SpillFile {
   ~SpillFile();  // jobs that have not begun are dropped
   SpillFile(const SpillFile&) = delete;
 
-  void cut(uint64_t bytes);  // gives what lies beyond back to the disk. Before the first job
   void submit(Job job);  // its memory must stay until it is done; a punch does not report
-  void truncate(uint64_t bytes);  // before anything is submitted
+  void truncate(uint64_t bytes);  // to no more than that; before anything is submitted
   int done_fd() const { return event_.get(); }  // readable (eventfd) when something is done
   std::vector<Job> done();
   int read_fd() const { return reader_fd_.get(); }  // for whoever reads on its own; page-aligned reads into page-aligned memory

@@ -11,10 +11,11 @@ namespace {
 
 constexpr uint64_t kCapacity = 16 * kMiB;
 
-// name, spill directory, linger
+// name, spill directory, linger, first wait
 ROLE(broker) {
   BrokerConfig c = harness::config(args[0], kCapacity, std::stod(args[2]));
   c.spill_dir = args[1];
+  c.first_wait_s = std::stod(args[3]);
   c.spill_limit = 1 << 30;
   c.disk_reserve = 0;
   Broker broker(c);
@@ -29,8 +30,8 @@ struct Pool {
   const std::string name = harness::random_name(), path = dir / "pool/data-of-one";
   std::unique_ptr<Child> broker;
   explicit Pool(const char* linger = "1000000") : linger_(linger) { start(); }
-  void start() {
-    broker = std::make_unique<Child>(std::vector<std::string>{"broker", name, path, linger_});
+  void start(const char* first_wait = "1000000") {
+    broker = std::make_unique<Child>(std::vector<std::string>{"broker", name, path, linger_, first_wait});
     broker->expect("serving");
   }
   void kill() {
@@ -316,6 +317,38 @@ TEST(the_directory_is_gone_after_the_last_client) {
   again->close();
   CHECK_EQ(p.broker->wait(), 0);
   CHECK(!std::filesystem::exists(p.path) && !std::filesystem::exists(p.dir / "pool"));
+}
+
+// Those it has objects of live, and do not come: they may with another.
+TEST(a_broker_that_nobody_comes_back_to_leaves_its_directory) {
+  Pool p;
+  ClientPtr c = p.client();
+  const Objects objects(*c, 20);
+  p.kill();
+  p.start("0.01");
+  CHECK_EQ(p.broker->wait(), 0);
+  p.start();
+  ClientPtr again = p.client(c.get());
+  CHECK_EQ(stat(*again, "generation"), 2u);
+  objects.check_after_restart(*again);
+}
+
+TEST(a_spill_file_that_lost_its_end_is_damaged) {
+  Pool p;
+  ClientPtr c = p.client();
+  const Objects objects(*c, 20);
+  p.kill();
+  CHECK(!::truncate((p.path + "/data").c_str(), kMiB + kMiB / 2));
+  p.start();
+  ClientPtr again = p.client(c.get());
+  int intact_ones = 0;
+  for (ObjectId id : objects.saved) {
+    View v;
+    const Status st = again->get(id, -1, false, &v);
+    if (st == Status::kOk) CHECK(intact(v, id, Objects::size(id))), ++intact_ones;
+    else CHECK_EQ(st, Status::kDamaged);
+  }
+  CHECK_EQ(intact_ones, 1);
 }
 
 // A broker that dies while a client reads the spill file on its own: another may have used the place again.

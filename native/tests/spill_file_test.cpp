@@ -153,9 +153,9 @@ TEST(a_file_keeps_what_it_has_when_it_is_opened_again_and_is_cut) {
   Waiter w{file, {}, 1};
   CHECK_EQ(w.read(b.data(), 4 * kMiB, kMiB), "");
   CHECK(!std::memcmp(a.data(), b.data(), kMiB));
-  file.cut(100 * kMiB);
+  file.truncate(100 * kMiB);
   CHECK_EQ(std::filesystem::file_size(path), 5 * kMiB);
-  file.cut(kMiB);
+  file.truncate(kMiB);
   CHECK_EQ(std::filesystem::file_size(path), kMiB);
   CHECK_EQ(w.read(b.data(), 0, kMiB), "");
   CHECK(!std::memcmp(a.data(), b.data(), kMiB));
