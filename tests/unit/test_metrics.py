@@ -1,4 +1,4 @@
-"""What is exported, with Ray's metrics replaced by ones that remember. (The real ones: tests/integration/test_metrics.py.)"""
+"""What is exported, with Ray's metrics replaced by ones that remember. (The real ones: tests/integration/test_metrics_export.py.)"""
 
 from __future__ import annotations
 
