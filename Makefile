@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test oracle native-test lint bench stress soak clean
+.PHONY: help setup demo test python-test test-all oracle native-test lint bench stress soak clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -14,8 +14,13 @@ setup: $(STAMP) ## Virtual environment, Debian packages where missing, build
 demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
-test: $(STAMP) ## All tests, the fuzzer with fewer inputs
-	$(MAKE) native-test FUZZ_INPUTS=200000
+test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
+	$(MAKE) -j2 --output-sync=target native-test python-test FUZZ_INPUTS=200000
+
+python-test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(STAMP) native-test ## The slow ones too
 	$(BIN)/python -m pytest -q
 
 oracle: $(STAMP) ## Every oracle case, also with the decorator in place of install()

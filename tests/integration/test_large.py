@@ -9,6 +9,7 @@ from conftest import until
 from mooncake_ray import Config, Store
 from mooncake_ray.config import machine_bytes
 
+pytestmark = pytest.mark.slow
 GIB = 1 << 30
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import HERE, environment
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def run(mode: str) -> dict:

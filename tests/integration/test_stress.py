@@ -35,7 +35,7 @@ def outcome_of(process: subprocess.Popen[str]) -> dict:
     return found
 
 
-@pytest.mark.parametrize("more", [[], ["--broker-kills"]])
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.slow), ["--broker-kills"]])
 def test_a_short_storm_over_the_store(more):
     found = outcome_of(start("store", "--seconds", "6", "--kills-per-second", "4", *more))
     assert found["ok"], found
@@ -44,12 +44,14 @@ def test_a_short_storm_over_the_store(more):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_short_storm_over_ray():
     found = outcome_of(start("ray", "--seconds", "10"))
     assert found["ok"], found
     assert found["driver_puts"] > 0 and any(count.startswith("kills:") for count in found)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_storm_and_its_clients():
     process = start("store", "--seconds", "600")
     assert "puts" in process.stderr.readline()  # it tells of its progress
