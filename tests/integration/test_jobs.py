@@ -16,7 +16,7 @@ from conftest import environment
 
 from mooncake_ray.testing import Allowed
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 CLIENT_PORT = 20_000 + os.getpid() % 10_000
 
 START = """
