@@ -21,6 +21,7 @@ from oracle_runner import run_mode
 
 SUBJECTS = os.environ.get("ORACLE_SUBJECT", "pool").split()
 VALUES_ONLY = {f"oracle_cases.{theme}" for theme in ("containers", "torch_values", "numpy_values", "pickles")}  # where nothing is remote
+SLOW = {f"oracle_cases.{theme}" for theme in ("cancellation", "concurrency", "detached", "restarts")}  # many new workers
 MIN_ROUTED_CASES = 20
 
 pytestmark = pytest.mark.timeout(1800)
@@ -45,7 +46,13 @@ def run_of(request, tmp_path_factory):
         yield lambda mode, *, oracle=False: started[mode, oracle].result()
 
 
-@pytest.mark.parametrize(("subject", "name"), [(subject, name) for subject in SUBJECTS for name in names_for(subject)])
+def cases():
+    for subject in SUBJECTS:
+        for name in names_for(subject):
+            yield pytest.param(subject, name, marks=[pytest.mark.slow] if CASES[name].__module__ in SLOW else [])
+
+
+@pytest.mark.parametrize(("subject", "name"), cases())
 def test_oracle(subject, name, run_of):
     expected, actual = run_of("plain", oracle=True)[name], run_of(subject)[name]
     if "skipped" in expected["outcome"]:
