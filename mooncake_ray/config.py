@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from mooncake_ray.errors import ConfigError
 from mooncake_ray.machine import machine_bytes
@@ -99,6 +101,11 @@ class Config:
     def pool_bytes(self) -> int:
         """The capacity in bytes with its default worked out."""
         return self.capacity_bytes or machine_bytes() * 3 // 10
+
+    @property
+    def spill_root(self) -> Path | None:
+        """Where this user's brokers make their spill directories; None for nowhere."""
+        return None if self.spill_dir == "off" else Path(self.spill_dir or tempfile.gettempdir()) / f"mooncake_ray-{os.geteuid()}"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> Config:

@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_ray._native import pool
-from mooncake_ray.cli import pools, spill_facts
+from mooncake_ray.cli import pools
 from mooncake_ray.config import Config
 
 __all__ = ["Allowed", "Usage", "find", "leaks_allowed", "measure", "no_leaks"]
@@ -186,7 +186,7 @@ def _descriptors() -> dict[tuple[int, str], str]:
 
 def _files(before: Usage | None) -> dict[str, str]:
     """In /dev/shm and where brokers spill. New ones that are used by a process of before, or by one that is not ours, were not left behind."""
-    root = spill_facts.root(Config.from_env().spill_dir)
+    root = Config.from_env().spill_root
     spilled = (*root.glob("*"), *root.glob("*/*")) if root else ()
     paths = [str(p) for p in (*Path("/dev/shm").glob("*"), *spilled)]
     new = [p for p in paths if before is not None and p not in before.files]

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from mooncake_ray.cli import host_facts, judge, software_facts, spill_facts
 from mooncake_ray.cli.judge import Finding
 from mooncake_ray.cli.text import count
+from mooncake_ray.config import Config
 
 __all__ = ["add", "lines"]
 
@@ -38,7 +39,7 @@ def examine() -> list[Finding]:
     """Looks at everything, and judges."""
     software = software_facts.collect(os.environ)
     pool_bytes = software.config.pool_bytes if software.config else 0
-    root = spill_facts.root(software.config.spill_dir if software.config else "")
+    root = (software.config or Config()).spill_root
     return [
         *judge.host(host_facts.collect(), pool_bytes, bool(software.ports)),
         *judge.spill(spill_facts.collect(root) if root else None, pool_bytes),

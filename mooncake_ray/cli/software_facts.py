@@ -104,7 +104,7 @@ def _compiled() -> tuple[str, str]:
     command = [program, "--name", name, "--capacity", _BROKER_BYTES, "--prefault", "0", "--watch-pid", str(os.getpid()), "--linger", "0"]
     try:
         with tempfile.TemporaryFile() as complaints:  # no pipe: the broker, which goes on, would keep it open
-            code = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=complaints, timeout=_BROKER_ANSWERS_S, check=False).returncode
+            code = subprocess.run(command, stdout=complaints, stderr=complaints, timeout=_BROKER_ANSWERS_S, check=False).returncode
             complaints.seek(0)
             if code:
                 return "", complaints.read().decode(errors="replace").strip() or f"{program} ended with status {code}"

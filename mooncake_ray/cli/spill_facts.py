@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Leftover", "Spill", "collect", "file_system_of", "leftovers", "root"]
+__all__ = ["Leftover", "Spill", "collect", "file_system_of", "leftovers"]
 
 _PUNCH_HOLE_KEEP_SIZE = 3
 _PAGE = mmap.PAGESIZE
@@ -36,11 +36,6 @@ class Leftover:
 
     path: str
     bytes: int
-
-
-def root(spill_dir: str) -> Path | None:
-    """Where brokers of this user make their spill directories, by `Config.spill_dir`. None: nowhere."""
-    return None if spill_dir == "off" else Path(spill_dir or tempfile.gettempdir()) / f"mooncake_ray-{os.geteuid()}"
 
 
 def collect(directory: Path) -> Spill:

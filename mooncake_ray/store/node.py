@@ -10,7 +10,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -37,10 +36,8 @@ def broker_name(scope: str) -> str:
 
 def spill_directory(name: str, config: Config) -> str:
     """Where the broker of that name spills to; "" for nowhere. Only exists once something was spilled."""
-    if config.spill_dir == "off":
-        return ""
-    root = config.spill_dir or tempfile.gettempdir()
-    return os.path.join(root, f"mooncake_ray-{os.geteuid()}", hashlib.sha256(name.encode()).hexdigest()[:16])
+    root = config.spill_root
+    return str(root / hashlib.sha256(name.encode()).hexdigest()[:16]) if root else ""
 
 
 def process_label() -> str:

@@ -5,7 +5,6 @@
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -18,12 +17,6 @@ namespace {
 constexpr uint64_t kReadAhead = 64 << 20;  // bytes
 
 }  // namespace
-
-int64_t now_ns() {
-  timespec t;
-  ::clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
-}
 
 Broker::Broker(const BrokerConfig& config)
     : config_(config),

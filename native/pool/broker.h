@@ -134,6 +134,4 @@ class Broker {
   bool queue_moved_ = false;  // a create came or left: the one behind it may fit
 };
 
-int64_t now_ns();  // on the monotonic clock
-
 }  // namespace mcr

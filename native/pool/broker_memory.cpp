@@ -50,7 +50,7 @@ void Broker::grow() {
     if (want > lacking) lacking = want, fullest = node;
   }
   if (left < kPageSize || (!lacking && wanted <= largest)) return;
-  const uint64_t bytes = std::min(left, std::max(config_.arena, (wanted + kPageSize - 1) / kPageSize * kPageSize));
+  const uint64_t bytes = std::min(left, std::max(config_.arena, whole_pages(wanted)));
   try {
     add_arena(bytes, fullest);
   } catch (const std::system_error& e) {

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <thread>
 
@@ -32,11 +31,7 @@ Request request(Op op, ObjectId id = {}, const ClaimKey& key = {}, uint16_t flag
   return q;
 }
 
-size_t whole_pages(uint64_t bytes) { return (bytes + kPageSize - 1) / kPageSize * kPageSize; }
-
 constexpr int64_t kSilence = 30'000'000'000;  // ns after which a broker that owes an answer is taken for dead
-
-int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::atomic<size_t> everywhere{0};
 

@@ -60,6 +60,13 @@ void private_directory(const std::string& path) {
     throw std::runtime_error(path + " must be a directory of this user that nobody else can write to");
 }
 
+// With the directory above it, if that is empty then.
+void erase(const std::string& path) {
+  std::error_code ignored;
+  fs::remove_all(path, ignored);
+  fs::remove(fs::path(path).parent_path(), ignored);
+}
+
 }  // namespace
 
 uint64_t process_start(pid_t pid) {
@@ -99,9 +106,7 @@ void SpillDirectory::take() {
 
 void SpillDirectory::remove() {
   if (!lock_) return;
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
-  fs::remove(fs::path(path_).parent_path(), ignored);  // if it is empty
+  erase(path_);
   lock_.reset();
 }
 
@@ -126,10 +131,7 @@ void clean_up(const std::string& path, pid_t broker) {
   for (; directory.exists(); rest_ms(kLookMs)) {
     const Fd lock = try_lock(path);
     if (!lock) return;  // the next broker has it, and its own janitor
-    if (needed(path)) continue;
-    std::error_code ignored;
-    fs::remove_all(path, ignored);
-    fs::remove(fs::path(path).parent_path(), ignored);
+    if (!needed(path)) erase(path);
   }
 }
 

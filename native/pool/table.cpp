@@ -194,7 +194,7 @@ Status Table::create(SessionId s, ObjectId id, uint64_t size, Location* out, std
   o.group = n->group;
   o.size = size;
   if (size > limits_.capacity) return Status::kTooLarge;
-  o.pages = std::max<uint64_t>(1, (size + kPageSize - 1) / kPageSize);
+  o.pages = pages_of(size);
   if (limits_.quota && o.bytes() > limits_.quota) return Status::kTooLarge;
   if (const Status st = allocate(o, place); st != Status::kOk) return st;
   o.birth = ++births_;

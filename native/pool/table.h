@@ -11,6 +11,7 @@
 // disk only has it read back if there is room at once, and otherwise is sent to the disk itself: a get never waits for room. Where there
 // is no disk, or it is full, orphans are the only sealed objects that the pool drops by itself.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <list>
 #include <map>
@@ -192,6 +193,7 @@ class Table {
     bool on_disk() const { return extent != PageAllocator::kNil && io != Io::kWriting; }
     uint64_t bytes() const { return pages * kPageSize; }
   };
+  static uint64_t pages_of(uint64_t size) { return std::max<uint64_t>(kPageSize, whole_pages(size)) / kPageSize; }  // of an object in an arena
   struct Claim {
     std::vector<std::pair<ObjectId, uint64_t>> objects;  // and their births: one may have been removed, and its id used again
     SessionId owner = 0;    // who tells us when it ends; 0: being asked, or an orphan

@@ -201,7 +201,7 @@ void Table::restore(const SavedObject& s) {
   o.creator = s.creator;
   o.group = group_of(s.group);
   o.size = s.size;
-  o.pages = std::max<uint64_t>(1, (s.size + kPageSize - 1) / kPageSize);
+  o.pages = pages_of(s.size);
   o.disk = s.disk_page * kPageSize;
   o.note = s.note;
   o.birth = ++births_;

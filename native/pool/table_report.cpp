@@ -46,9 +46,9 @@ std::unordered_map<SessionId, Table::Held> Table::held() const {
 }
 
 std::string Table::why_full(uint64_t size, SessionId who) const {
-  uint64_t free = 0, largest = 0;
-  for (const auto& a : arenas_) free += a.free_pages() * kPageSize, largest = std::max(largest, a.largest_free() * kPageSize);
-  std::string out = "need " + human(size) + "; capacity " + human(limits_.capacity) + ", used " + human(usage_.used) + ", free " + human(free) +
+  uint64_t largest = 0;
+  for (const auto& a : arenas_) largest = std::max(largest, a.largest_free() * kPageSize);
+  std::string out = "need " + human(size) + "; capacity " + human(limits_.capacity) + ", used " + human(usage_.used) + ", free " + human(free_bytes()) +
                     " (largest extent " + human(largest) + ")";
   if (auto s = sessions_.find(who); limits_.quota && s != sessions_.end()) {
     const Group& g = groups_[s->second.group];
@@ -123,7 +123,7 @@ std::string Table::object_rows() const {
 }
 
 std::string Table::report(bool detail) const {
-  uint64_t leases = 0, pins = 0, readable = 0, removed = 0, free_pages = 0, pinned_bytes = 0, waiting = 0, spilled = 0, spilled_bytes = 0;
+  uint64_t leases = 0, pins = 0, readable = 0, removed = 0, pinned_bytes = 0, waiting = 0, spilled = 0, spilled_bytes = 0;
   for (const auto& [id, o] : objects_) {
     pins += o.pins;
     leases += !o.sealed;
@@ -132,14 +132,13 @@ std::string Table::report(bool detail) const {
     if (o.pins) pinned_bytes += o.size;
     if (o.on_disk() && !o.in_memory()) ++spilled, spilled_bytes += o.bytes();
   }
-  for (const auto& a : arenas_) free_pages += a.free_pages();
   SessionId first_listener = 0;
   for (const auto& [s, n] : sessions_)
     if (n.listens && !first_listener) first_listener = s;
   for (const auto& [key, c] : claims_) waiting += !c.waiting.empty();
   Json out;
   out.add("capacity_bytes", limits_.capacity).add("populated_bytes", populated_bytes()).add("used_bytes", usage_.used);
-  out.add("clean_bytes", usage_.clean).add("inline_bytes", inline_used_).add("free_pages", free_pages).add("objects", readable);
+  out.add("clean_bytes", usage_.clean).add("inline_bytes", inline_used_).add("free_pages", free_bytes() / kPageSize).add("objects", readable);
   out.add("removed_but_pinned", removed).add("pinned_bytes", pinned_bytes).add("leases", leases).add("pins", pins).add("claims", claims_.size());
   out.add("claims_unanswered", waiting).add("orphans", orphans_.size()).add("puts", counters_.puts).add("gets", counters_.gets);
   out.add("bytes_put", counters_.bytes_put).add("reaped_sessions", counters_.reaped_sessions).add("reaped_leases", counters_.reaped_leases);

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
+#include <time.h>
 
 #include <cerrno>
 #include <cstring>
@@ -112,6 +113,12 @@ bool same_user(int socket_fd, pid_t* pid) {
   if (::getsockopt(socket_fd, SOL_SOCKET, SO_PEERCRED, &u, &n)) return false;
   *pid = u.pid;
   return u.uid == ::geteuid();
+}
+
+int64_t now_ns() {
+  timespec t;
+  ::clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
 }
 
 }  // namespace mcr

@@ -67,5 +67,6 @@ ssize_t recv_message(int fd, void* buf, size_t len, std::vector<Fd>* fds = nullp
 
 Fd pidfd_of(pid_t pid);  // empty where the process is gone
 bool same_user(int socket_fd, pid_t* pid);
+int64_t now_ns();  // on the monotonic clock
 
 }  // namespace mcr

@@ -12,6 +12,7 @@ constexpr uint32_t kProtocolVersion = 2;
 constexpr size_t kMaxMessage = 64 << 10;   // bytes; a longer message is a protocol error
 constexpr size_t kInlineMax = 8 << 10;     // bytes; objects up to this size travel inside the message
 constexpr size_t kPageSize = 4096;         // allocation granule
+constexpr uint64_t whole_pages(uint64_t bytes) { return (bytes + kPageSize - 1) / kPageSize * kPageSize; }
 constexpr size_t kNoteMax = 256;           // bytes of an object's note: where it was put from
 
 using SessionId = uint64_t;

@@ -122,6 +122,11 @@ def run_script(text: str, *, env: dict[str, str] | None = None, timeout: float =
 
 def broker_pids(scope: str) -> list[int]:
     """The brokers whose name has `scope` in it."""
+    return pids("mooncake-broker", scope)
+
+
+def pids(program: str, word: str) -> list[int]:
+    """The processes of a program that have a word in their arguments."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -129,6 +134,6 @@ def broker_pids(scope: str) -> list[int]:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if words[0].endswith(b"mooncake-broker") and any(scope.encode() in w for w in words):
+            if words[0].endswith(program.encode()) and any(word.encode() in w for w in words):
                 found.append(int(entry.name))
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_script, until
+from conftest import pids, run_script, until
 
 from mooncake_ray.errors import BrokerDiedError, ObjectLostError, ObjectNotFoundError
 from mooncake_ray.store import ObjectKey, Store
@@ -260,7 +260,7 @@ wait()
 """)
     assert owner.line() == "ready"
     until(lambda: list(disk.glob("*/*/data")), "a spill file")
-    for pid in janitors(disk):
+    for pid in pids("mooncake-janitor", str(disk)):
         os.kill(pid, signal.SIGKILL)
     kill_broker(spilling)
     owner.kill()
@@ -271,19 +271,6 @@ wait()
     until(lambda: not left.exists(), "the next janitor's work")
     store.free(keys)
     other.close()
-
-
-def janitors(disk: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if words[0] == b"mooncake-janitor" and any(w.startswith(str(disk).encode()) for w in words):
-                found.append(int(entry.name))
-    return found
 
 
 def test_puts_while_brokers_die(spilling):

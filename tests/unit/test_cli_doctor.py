@@ -15,6 +15,7 @@ from mooncake_ray.cli.host_facts import Host
 from mooncake_ray.cli.main import main
 from mooncake_ray.cli.software_facts import RdmaPort, Software
 from mooncake_ray.cli.spill_facts import Spill
+from mooncake_ray.config import Config
 
 GIB = 1 << 30
 HOST = Host(
@@ -199,6 +200,8 @@ def test_a_broker_is_tried(monkeypatch, tmp_path):
     (tmp_path / "mooncake-broker").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "mooncake-broker").chmod(0o755)
     assert "ended with status 3" in software_facts.collect({}).broker_error
+    (tmp_path / "mooncake-broker").write_text("#!/bin/sh\necho no memory\nexit 1\n")  # it says why on standard output
+    assert software_facts.collect({}).broker_error == "no memory"
     (tmp_path / "mooncake-broker").write_text("#!/bin/sh\nexit 0\n")
     assert "no broker" in software_facts.collect({}).broker_error
 
@@ -207,8 +210,8 @@ def test_a_broker_is_tried(monkeypatch, tmp_path):
 
 
 def test_no_spilling():
-    assert levels(judge.spill(None, GIB)) == {} and spill_facts.root("off") is None
-    assert spill_facts.root("/big") == Path(f"/big/mooncake_ray-{os.geteuid()}")
+    assert levels(judge.spill(None, GIB)) == {} and Config(spill_dir="off").spill_root is None
+    assert Config(spill_dir="/big").spill_root == Path(f"/big/mooncake_ray-{os.geteuid()}")
 
 
 def test_lines_say_what_to_do():
