@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from bench.fleet import Fleet, note
 from bench.pipeline_server import SUBJECTS
+from bench.plans import one_step
 from bench.processes import PeakMemory
 from bench.report import Result, Target, compare, summarize
 
@@ -42,10 +43,8 @@ def plan(sizes: Sequence[str] | None = None, *, quick: bool = False, runs: int |
     Raises:
         ValueError: there are no sizes to choose from.
     """
-    if sizes:
-        raise ValueError(f"{NAME} has no sizes to choose from")
     step = Step(rollouts=2, batches=8, size=1 << 20, rounds=2) if quick else Step()
-    return [Step(step.rollouts, step.batches, step.size, runs or step.rounds)]
+    return one_step(NAME, step, sizes, runs)
 
 
 def run(steps: Sequence[Step]) -> Iterator[list[Result]]:

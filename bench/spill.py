@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.fleet import Fleet, note
+from bench.plans import one_step
 from bench.report import Result, Target, compare, summarize
 from bench.spill_server import SUBJECTS
 
@@ -42,10 +43,8 @@ def plan(sizes: Sequence[str] | None = None, *, quick: bool = False, runs: int |
     Raises:
         ValueError: there are no sizes to choose from.
     """
-    if sizes:
-        raise ValueError(f"{NAME} has no sizes to choose from")
     step = Step(capacity=80 << 20, objects=80, size=4 << 20, rounds=2) if quick else Step()  # Ray wants 75 MiB at least
-    return [Step(step.capacity, step.objects, step.size, runs or step.rounds)]
+    return one_step(NAME, step, sizes, runs)
 
 
 def run(steps: Sequence[Step]) -> Iterator[list[Result]]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.fleet import note
+
 __all__ = ["Outcome", "eventually", "note"]
 
 _SETTLE_S = 60.0
-
-
-def note(text: str) -> None:
-    """Progress."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def eventually(condition: Callable[[], Any], within_s: float = _SETTLE_S) -> bool:
