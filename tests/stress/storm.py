@@ -131,12 +131,13 @@ class _Storm:
                 self.spawn(len(self.alive), role)
         start = time.monotonic()
         end, told, broker_since, due = start + self.options.seconds, start, start, start
-        while (now := time.monotonic()) < end:
+        # However slow the machine, no storm that is to kill brokers ends before it has killed one.
+        while (now := time.monotonic()) < end or (self.options.broker_kills and not self.broker_kills):
             if now - told >= _PROGRESS_S:
                 told = now
                 note(f"{now - start:5.0f} s: {', '.join(f'{k} {v:,}' for k, v in self.progress().items())}")
             due += self.rng.expovariate(self.options.kills_per_second)
-            time.sleep(max(0.0, min(due, end) - now))  # the load, not a way to wait
+            time.sleep(max(0.0, (min(due, end) if now < end else due) - now))  # the load, not a way to wait
             self.kill_one()
             if self.options.broker_kills and time.monotonic() - broker_since > _BROKER_LIVES_S * self.rng.uniform(1, 2):
                 self.kill_broker()
