@@ -6,6 +6,7 @@
     │  ├─ ObjectLostError                     the bytes are gone although a ref to them exists
     │  ├─ StoreFullError (MemoryError)        no room before the deadline; says who holds what
     │  ├─ GetTimeoutError (TimeoutError)      not there before the deadline
+    │  ├─ CorruptBlockError (ValueError)      stored bytes are not the block that they should be
     │  ├─ BrokerDiedError (ConnectionError)   this node's broker is gone or cannot be started
     │  └─ BrokerMismatchError (ConnectionError)  what serves the pool is of another version, or another user's
     ├─ SchemaError (TypeError)                fields of a batch disagree
@@ -20,6 +21,7 @@ __all__ = [
     "BrokerDiedError",
     "BrokerMismatchError",
     "ConfigError",
+    "CorruptBlockError",
     "GetTimeoutError",
     "MooncakeRayError",
     "ObjectLostError",
@@ -55,6 +57,10 @@ class StoreFullError(StoreError, MemoryError):
 
 class GetTimeoutError(StoreError, TimeoutError):
     """An object was not available before the deadline."""
+
+
+class CorruptBlockError(StoreError, ValueError):
+    """A stored batch contradicts itself: its index or its bytes are damaged, cut short, or not a batch."""
 
 
 class BrokerDiedError(StoreError, ConnectionError):
