@@ -21,7 +21,7 @@ from mooncake_ray.data.block.node import Node, corrupt, decoder, items, lengths,
 from mooncake_ray.data.block.read import Read, Runs, Steps, together
 from mooncake_ray.data.block.scalars import numpy_type
 
-__all__ = ["array_group", "encode_arrays", "encode_tensors", "tensor_group"]
+__all__ = ["array_group", "encode_arrays", "encode_tensors", "tensor_bytes", "tensor_group"]
 
 Shape = tuple[int, ...]
 
@@ -76,7 +76,7 @@ def tensor_group(tensor: torch.Tensor) -> Any:
 def encode_tensors(values: list[torch.Tensor], out: Builder) -> Node:
     """Encodes exact tensors of one group. They come back row-major."""
     name = str(values[0].dtype).removeprefix("torch.")
-    rows = [_bytes_of(tensor) for tensor in values]
+    rows = [tensor_bytes(tensor) for tensor in values]
     return {
         "kind": "tensors",
         **_encode_shapes([tuple(value.shape) for value in values], out),
@@ -85,7 +85,8 @@ def encode_tensors(values: list[torch.Tensor], out: Builder) -> Node:
     }
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The row-major bytes of a tensor that is stored raw, uint8 (nbytes,): a view, if it is row-major itself."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()

@@ -75,11 +75,11 @@ def encode_numbers(rows: Sequence[Any], nested: bool, found: Scan, out: Builder)
     Returns:
         None where the items are not all ints, all floats or all bools, or the ints have no common type.
     """
-    count = int(found.lengths.sum()) if nested else len(rows)
+    count = found.items
     if not count:
         return encode_none(0)
     if found.flags == INT:
-        if found.lo > found.hi:
+        if found.lo is None:
             return None
         if found.lo == found.hi:
             return {"kind": "const", "rows": count, "type": "int", "value": found.lo}

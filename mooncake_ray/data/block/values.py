@@ -26,7 +26,7 @@ from mooncake_ray.data.block.python_lists import BOOL, BYTES, DICT, FLOAT, INT, 
 __all__ = ["NotStorable", "decode", "encode"]
 
 _DEEPEST = 32  # containers in containers
-_MOST_GROUPS = 16  # kinds of arrays in a column; beyond, they are pickled
+_MOST_GROUPS = 250  # of arrays in a column that differ in type or rank; tags of a union are bytes
 _INT64, _UINT64 = 1 << 63, 1 << 64
 
 
