@@ -27,7 +27,7 @@ from mooncake_ray.errors import (
 )
 
 if TYPE_CHECKING:
-    from mooncake_ray.data import DataProto
+    from mooncake_ray.data import DataProto, Ragged
     from mooncake_ray.objects.api import free, get, pool_stats, put, stats, wait
     from mooncake_ray.objects.install import install, installed, runtime_env, uninstall
     from mooncake_ray.objects.install import runtime_env_hook as ray_hook
@@ -46,6 +46,7 @@ __all__ = [
     "ObjectKey",
     "ObjectLostError",
     "ObjectNotFoundError",
+    "Ragged",
     "SchemaError",
     "Store",
     "StoreError",
@@ -67,6 +68,7 @@ __all__ = [
 _LAZY = {
     "DataProto": "mooncake_ray.data:DataProto",
     "ObjectKey": "mooncake_ray.store:ObjectKey",
+    "Ragged": "mooncake_ray.data:Ragged",
     "Store": "mooncake_ray.store:Store",
     "free": "mooncake_ray.objects.api:free",
     "get": "mooncake_ray.objects.api:get",
