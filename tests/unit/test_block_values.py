@@ -85,6 +85,8 @@ def same(a, b) -> bool:
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, complex) and not isinstance(a, np.generic):
         return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, Record):
+        return same([a.a, a.b], [b.a, b.b])
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
