@@ -37,7 +37,8 @@ def loaded(handle, name, rows=None, form="as-put"):
 
 
 def bits(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def same(a, b):
