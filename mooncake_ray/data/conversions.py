@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mooncake_ray.data import ops
-from mooncake_ray.data.bits import dtype_name, flat_bytes, is_plain, named_dtype
+from mooncake_ray.data.bits import dtype_name, flat_bytes, from_bytes, is_plain, named_dtype
 from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.errors import SchemaError
 
@@ -158,4 +158,4 @@ def _tensor(raw: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor
     kind = named_dtype(dtype)
     if kind is None:
         raise SchemaError(f"this version of torch has no dtype {dtype}")
-    return torch.from_numpy(raw).view(kind).view(shape)
+    return from_bytes(raw, kind, shape)
