@@ -21,7 +21,14 @@ _RAY = {
     # Memory that is let go is free at once, not within a second: every put of every subject meets memory that was used before.
     "RAY_free_objects_batch_size": "1",
 }
-ENVIRONMENTS = {"local": {}, "plain": _RAY, "zero-copy": {**_RAY, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}, "pool": _RAY}
+ENVIRONMENTS = {
+    "local": {},
+    "plain": _RAY,
+    "zero-copy": {**_RAY, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"},
+    "pool": _RAY,
+    "mooncake": {},
+    "transferqueue": _RAY,
+}
 """What each kind of process needs in its environment."""
 
 _STORE_BESIDE_POOL_BYTES = 512 << 20

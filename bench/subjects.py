@@ -114,6 +114,7 @@ class Roundtrips(Subject):
         handles = [self.put(value)]
         stored = time.perf_counter()
         got = self.get(handles[0])
+        payloads.touch(got)
         end = time.perf_counter()
         del got
         self.drop(handles)
