@@ -82,7 +82,9 @@ def _fits(step: Step) -> bool:
     words = next(line.split() for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
     available = int(words[1]) << 10
     if needed > available and not step.lists:
-        note(f"{step.workload}: not run, as it needs {quantity(needed, 'bytes')} of memory and {quantity(available, 'bytes')} are available")
+        note(
+            f"{step.workload}: not run, as it needs {quantity(needed, 'bytes')} of memory and {quantity(available, 'bytes')} are available"
+        )
     return needed <= available
 
 

@@ -115,7 +115,9 @@ class Mooncake(Roundtrips):
 
     def _start(self, what: str, command: list[str], ready: Callable[[], bool]) -> None:
         """Starts a process that ends with this one, and waits for it."""
-        process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *command], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
+        )
         self._processes.append(process)
         deadline = time.monotonic() + _START_S
         while True:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
-
-from bench import serving
+from bench import serving, workloads
 from bench.subjects import Roundtrips
 
 __all__ = ["TransferQueue"]
@@ -52,7 +50,7 @@ class TransferQueue(Roundtrips):
             if isinstance(column, torch.Tensor):
                 tensors[name] = column.values().view(len(keys), -1) if column.is_nested else column
             else:
-                others[name] = _objects(column.tolist())
+                others[name] = workloads.objects(column.tolist())
         return DataProto.from_dict(tensors, others, meta_info=meta_info)
 
     def drop(self, handles: list[Any]) -> None:
@@ -65,7 +63,8 @@ class TransferQueue(Roundtrips):
         from transfer_queue.utils.serial_utils import encode
 
         fields, _, _ = _fields(self.value)
-        return sum(memoryview(frame).nbytes for frame in encode({name: fields[name] for name in fields.keys()}))
+        columns = {name: fields[name] for name in sorted(fields.keys())}
+        return sum(memoryview(frame).nbytes for frame in encode(columns))
 
     def close(self) -> None:
         import ray
@@ -86,10 +85,3 @@ def _fields(value: Any) -> tuple[Any, dict[str, Any], int]:
     for name in value.meta_info:
         fields.pop(name)
     return fields, value.meta_info, len(value)
-
-
-def _objects(values: list[Any]) -> np.ndarray:
-    out = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):  # NumPy would make lists of one length a second axis
-        out[i] = value
-    return out

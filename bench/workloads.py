@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NAMES", "WORKLOADS", "Rollout", "Texts", "Workload", "build", "ideal", "lists", "padded", "padded_bytes"]
+__all__ = ["NAMES", "WORKLOADS", "Rollout", "Texts", "Workload", "build", "ideal", "lists", "objects", "padded", "padded_bytes"]
 
 _SEED = 1234
 _VOCABULARY, _PAD = 151_936, 151_643
@@ -136,7 +136,9 @@ def _texts(w: Workload, prompt_lengths: np.ndarray, rng: np.random.Generator) ->
     return Texts(
         uid=["".join(uid) for uid, _ in of_rows],
         prompt=[prompt[:1] + prompt[1:] for _, prompt in of_rows],  # a string of its own
-        calls=[[(text(int(rng.integers(50, 801))), text(int(rng.integers(50, 801)))) for _ in range(n)] for n in rng.integers(0, 4, w.rows)],
+        calls=[
+            [(text(int(rng.integers(50, 801))), text(int(rng.integers(50, 801)))) for _ in range(n)] for n in rng.integers(0, 4, w.rows)
+        ],
         accuracy=rng.integers(0, 2, w.rows).astype(np.float64),
     )
 
@@ -147,7 +149,10 @@ def padded_bytes(w: Workload) -> int:
 
 
 def padded(rollout: Rollout) -> Any:
-    """The rows as verl has them: a `DataProto` of 14 tensor columns, prompts padded on the left and responses on the right, each with its own memory."""
+    """The rows as verl has them: a `DataProto` of 14 tensor columns, each with its own memory.
+
+    Prompts are padded on the left, responses on the right.
+    """
     import torch
     from verl import DataProto
 
@@ -193,11 +198,11 @@ def _pad(rollout: Rollout, rows: slice, into: dict[str, np.ndarray]) -> None:
 
 def _non_tensors(rollout: Rollout) -> dict[str, np.ndarray]:
     return {
-        "uid": _objects(rollout.texts.uid),
-        "raw_prompt": _objects([_messages(text) for text in rollout.texts.prompt]),
-        "tool_trace": _objects([_trace(calls) for calls in rollout.texts.calls]),
-        "extra_fields": _objects([_extra(float(acc)) for acc in rollout.texts.accuracy]),
-        "data_source": _objects(["math"] * rollout.workload.rows),
+        "uid": objects(rollout.texts.uid),
+        "raw_prompt": objects([_messages(text) for text in rollout.texts.prompt]),
+        "tool_trace": objects([_trace(calls) for calls in rollout.texts.calls]),
+        "extra_fields": objects([_extra(float(acc)) for acc in rollout.texts.accuracy]),
+        "data_source": objects(["math"] * rollout.workload.rows),
     }
 
 
@@ -273,7 +278,8 @@ def _all_texts(texts: Texts) -> Iterator[str]:
             yield from (code, out)
 
 
-def _objects(values: list[Any]) -> np.ndarray:
+def objects(values: list[Any]) -> np.ndarray:
+    """An object array (rows,) of the values."""
     out = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):  # NumPy would make lists of one length a second axis
         out[i] = value
