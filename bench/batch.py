@@ -78,14 +78,18 @@ def run(steps: Sequence[Step]) -> Iterator[list[Result]]:
 
 def _fits(step: Step) -> bool:
     """Whether there is memory for the step; says it if there is not."""
-    needed = _COPIES * workloads.padded_bytes(workloads.WORKLOADS[step.workload])
-    words = next(line.split() for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-    available = int(words[1]) << 10
+    needed, available = _COPIES * workloads.padded_bytes(workloads.WORKLOADS[step.workload]), _available()
     if needed > available and not step.lists:
         note(
             f"{step.workload}: not run, as it needs {quantity(needed, 'bytes')} of memory and {quantity(available, 'bytes')} are available"
         )
     return needed <= available
+
+
+def _available() -> int:
+    """Bytes of memory that nobody uses."""
+    words = next(line.split() for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(words[1]) << 10
 
 
 class _Running:
