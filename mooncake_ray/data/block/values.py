@@ -5,7 +5,8 @@ ends in some buffers of ints. Values of different types never meet in one buffer
 of the known types, or a subclass of one, is pickled.
 
 What comes back are new values. Values that are one object in several rows (or in several places of the same kind within a row) are one object
-again; a container that is at once in two places of different kinds is two.
+again; a container that is at once in two places of different kinds is two. Arrays and tensors of one node are views of one memory, which any
+of them keeps.
 """
 
 from __future__ import annotations
