@@ -105,7 +105,7 @@ def _padded(family: Family, first: int, node: dict[str, Any], rows: Runs, shape:
         else:
             kernels.fill_last(grid, chosen.starts, chosen.lengths, each)
     if pads is not None:
-        fill.repad(out.reshape(rows.total, shape[1], cell), chosen, pads, which)
+        fill.repad(grid, chosen, pads, which)
     return Dense(out, dtype, shape)
 
 
@@ -180,22 +180,24 @@ def ragged(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
     got, wire = yield from _content(node, rows, values_at.scaled(math.prod(tail)), cell)
     if filled == "values":
         return RaggedRows(Dense(widened(got, wire, dtype, total * math.prod(tail)), dtype, shape), chosen.offsets)
+    out = kernels.empty(total * cell)
+    flat = Cells(out.ctypes.data, rows.total, 0, 0, cell)
+    starts = chosen.offsets[:-1]
     if filled == "positions":
-        at = np.arange(total) - np.repeat(chosen.offsets[:-1], chosen.lengths)
-        if first > 0:
-            at += np.repeat(np.maximum(first - family.starts[rows.positions()], 0), chosen.lengths)
-        return RaggedRows(Dense(at.astype(dtype).view(np.uint8), dtype, shape), chosen.offsets)
-    if filled == "ones":
-        return RaggedRows(Dense(_repeated(_one(dtype), total), dtype, shape), chosen.offsets)
-    each = fill.check_rows(got, rows.total, cell, f"field {field.name!r}").view(f"V{cell}").reshape(-1)
-    if filled == "row":
-        out = np.repeat(each, chosen.lengths)
+        kernels.fill_positions(flat, starts, chosen.lengths)
+        if first > 0:  # a part that begins in the middle of the span
+            out.view(dtype)[:] += np.repeat(np.maximum(first - family.starts[rows.positions()], 0), chosen.lengths).astype(dtype)
+    elif filled == "ones":
+        kernels.fill_spans(flat, starts, chosen.lengths, np.tile(_one(dtype), (rows.total, 1)), bytes(cell))
     else:
-        out = np.zeros(total, each.dtype)
-        whole = family.lengths[rows.positions()] - (np.maximum(first - family.starts[rows.positions()], 0) if first > 0 else 0)
-        has = (chosen.lengths > 0) & (chosen.lengths == whole)  # a part may end before the last position
-        out[chosen.offsets[1:][has] - 1] = each[has]
-    return RaggedRows(Dense(out.view(np.uint8), dtype, shape), chosen.offsets)
+        each = fill.check_rows(got, rows.total, cell, f"field {field.name!r}")
+        if filled == "row":
+            kernels.fill_spans(flat, starts, chosen.lengths, each, bytes(cell))
+        else:
+            skipped = np.maximum(first - family.starts[rows.positions()], 0) if first > 0 else 0
+            ends_here = chosen.lengths == family.lengths[rows.positions()] - skipped  # a part may end before the last position
+            kernels.fill_last(flat, starts, chosen.lengths, np.where(ends_here[:, None], each, 0).astype(np.uint8))
+    return RaggedRows(Dense(out, dtype, shape), chosen.offsets)
 
 
 def _cell(dtype: str, shape: tuple[int, ...]) -> int:
