@@ -10,7 +10,7 @@ import numpy as np
 
 from mooncake_ray.data import kernels
 from mooncake_ray.data.block import fill
-from mooncake_ray.data.block.families import Family
+from mooncake_ray.data.block.families import Family, offsets_of
 from mooncake_ray.data.block.index import Field, Index
 from mooncake_ray.data.block.plain import kind_of, one_of, width_of
 from mooncake_ray.data.block.read import Read, Runs, Steps, together
@@ -169,8 +169,8 @@ def ragged(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
         base = index.base(field.name).node
         first, width = node["first"], node["shape"][0]
         node = {**base, "shape": node["shape"]}
-    elif "of" in node:  # a ragged column with the values of another
-        node = {**index.base(field.name).node, "family": node["family"]}
+    elif "of" in node:
+        return (yield from _side(index, field, rows))
     family = index.family(node["family"])
     tail = tuple(node["tail"] if node["kind"] == "ragged" else node["shape"][1:])
     dtype, cell = node["dtype"], _cell(node["dtype"], (1, *tail))
@@ -198,6 +198,21 @@ def ragged(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
             ends_here = chosen.lengths == family.lengths[rows.positions()] - skipped  # a part may end before the last position
             kernels.fill_last(flat, starts, chosen.lengths, np.where(ends_here[:, None], each, 0).astype(np.uint8))
     return RaggedRows(Dense(out, dtype, shape), chosen.offsets)
+
+
+def _side(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
+    """A ragged column whose rows are one side of another's."""
+    base, at = index.base(field.name).node, rows.positions()
+    whole, own = index.family(base["family"]), index.family(field.node["family"])
+    skipped = whole.lengths[at] - own.lengths[at]
+    if base["kind"] != "ragged" or base["fill"] != "values" or (skipped < 0).any():
+        raise CorruptBlockError(f"field {field.name!r} is said to be part of {field.node['of']!r}, whose rows are shorter or not stored")
+    starts = whole.offsets[at] + (skipped if field.node["side"] == "right" else 0)
+    per, dtype, tail = math.prod(base["tail"]), base["dtype"], tuple(base["tail"])
+    lengths = own.lengths[at]
+    got, wire = yield from fill.read_items(base, _joined(Runs(starts, lengths)).scaled(per))
+    total = int(lengths.sum())
+    return RaggedRows(Dense(widened(got, wire, dtype, total * per), dtype, (total, *tail)), offsets_of(lengths))
 
 
 def _cell(dtype: str, shape: tuple[int, ...]) -> int:
