@@ -14,9 +14,10 @@
 namespace mcr {
 namespace {
 
-constexpr size_t kPiece = 1 << 20;        // bytes a thread takes at least: small enough that a descheduled thread holds nobody up
-constexpr size_t kStreamFrom = 32 << 20;  // bytes from which on the copy would not stay in a cache anyway
-constexpr size_t kPerThread = 4 << 20;    // bytes below which a thread (about 30 us to start) does not pay
+constexpr size_t kPiece = 1 << 20;         // bytes a thread takes at least: small enough that a descheduled thread holds nobody up
+constexpr size_t kStreamFrom = 32 << 20;   // bytes from which on the copy would not stay in a cache anyway
+constexpr size_t kStreamPiece = 16 << 10;  // bytes below which one is not streamed: half-written lines at its ends cost more
+constexpr size_t kPerThread = 4 << 20;     // bytes below which a thread (about 30 us to start) does not pay
 
 void plain(std::byte* to, const std::byte* from, size_t n) { std::memcpy(to, from, n); }
 
@@ -54,10 +55,10 @@ void copy_segments(std::span<const Segment> segments, unsigned threads) {
   for (const Segment& s : segments) total += s.bytes;
   threads = threads ? unsigned(std::min<size_t>(threads, total / kPerThread)) : threads_for(total, kPerThread);
   const bool streaming = kCanStream && total >= kStreamFrom;
-  const auto copy = streaming ? stream : plain;
+  const auto copy = [streaming](const Segment& s) { (streaming && s.bytes >= kStreamPiece ? stream : plain)(s.to, s.from, s.bytes); };
   if (threads <= 1) {
     for (const Segment& s : segments)
-      if (s.bytes) copy(s.to, s.from, s.bytes);
+      if (s.bytes) copy(s);
     return;
   }
   const size_t piece = streaming ? kPiece : std::max(kPiece, total / threads / 4);
@@ -65,7 +66,7 @@ void copy_segments(std::span<const Segment> segments, unsigned threads) {
   pieces.reserve(total / piece + segments.size());
   for (const Segment& s : segments)
     for (size_t at = 0; at < s.bytes; at += piece) pieces.push_back({s.to + at, s.from + at, std::min(piece, s.bytes - at)});
-  parallel(pieces.size(), threads, [&](size_t i) { return copy(pieces[i].to, pieces[i].from, pieces[i].bytes), true; });
+  parallel(pieces.size(), threads, [&](size_t i) { return copy(pieces[i]), true; });
 }
 
 }  // namespace mcr
