@@ -16,6 +16,7 @@ from mooncake_ray.errors import (
     BrokerDiedError,
     BrokerMismatchError,
     ConfigError,
+    CorruptBlockError,
     GetTimeoutError,
     MooncakeRayError,
     ObjectLostError,
@@ -26,7 +27,7 @@ from mooncake_ray.errors import (
 )
 
 if TYPE_CHECKING:
-    from mooncake_ray.data import DataProto
+    from mooncake_ray.data import DataProto, Ragged
     from mooncake_ray.objects.api import free, get, pool_stats, put, stats, wait
     from mooncake_ray.objects.install import install, installed, runtime_env, uninstall
     from mooncake_ray.objects.install import runtime_env_hook as ray_hook
@@ -38,12 +39,14 @@ __all__ = [
     "BrokerMismatchError",
     "Config",
     "ConfigError",
+    "CorruptBlockError",
     "DataProto",
     "GetTimeoutError",
     "MooncakeRayError",
     "ObjectKey",
     "ObjectLostError",
     "ObjectNotFoundError",
+    "Ragged",
     "SchemaError",
     "Store",
     "StoreError",
@@ -65,6 +68,7 @@ __all__ = [
 _LAZY = {
     "DataProto": "mooncake_ray.data:DataProto",
     "ObjectKey": "mooncake_ray.store:ObjectKey",
+    "Ragged": "mooncake_ray.data:Ragged",
     "Store": "mooncake_ray.store:Store",
     "free": "mooncake_ray.objects.api:free",
     "get": "mooncake_ray.objects.api:get",

@@ -7,7 +7,8 @@
     │  ├─ StoreFullError (MemoryError)        no room before the deadline; says who holds what
     │  ├─ GetTimeoutError (TimeoutError)      not there before the deadline
     │  ├─ BrokerDiedError (ConnectionError)   this node's broker is gone or cannot be started
-    │  └─ BrokerMismatchError (ConnectionError)  what serves the pool is of another version, or another user's
+    │  ├─ BrokerMismatchError (ConnectionError)  what serves the pool is of another version, or another user's
+    │  └─ CorruptBlockError (ValueError)      the bytes of a stored batch are not what was written
     ├─ SchemaError (TypeError)                fields of a batch disagree
     └─ ConfigError (ValueError)               a setting is out of range, or two settings exclude each other
 
@@ -20,6 +21,7 @@ __all__ = [
     "BrokerDiedError",
     "BrokerMismatchError",
     "ConfigError",
+    "CorruptBlockError",
     "GetTimeoutError",
     "MooncakeRayError",
     "ObjectLostError",
@@ -63,6 +65,10 @@ class BrokerDiedError(StoreError, ConnectionError):
 
 class BrokerMismatchError(StoreError, ConnectionError):
     """What serves the pool's name must not be talked to: a broker of another version of this package, or another user's process."""
+
+
+class CorruptBlockError(StoreError, ValueError):
+    """The bytes of a stored batch are truncated, damaged, or of another version. Says which field where it can be told."""
 
 
 class SchemaError(MooncakeRayError, TypeError):

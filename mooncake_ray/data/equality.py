@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mooncake_ray.data.bits import flat_bytes
+from mooncake_ray.data.ragged import Ragged
+
 
 def values_equal(a: Any, b: Any, *, exact: bool = False) -> bool:
     """Compares two values, through dicts, lists, tuples, arrays and tensors.
@@ -19,7 +22,7 @@ def values_equal(a: Any, b: Any, *, exact: bool = False) -> bool:
             the same and numbers equal bit by bit: 0.0 differs from -0.0, and a NaN from another.
 
     Returns:
-        Whether they are equal. Tensors and arrays of different dtype or shape never are, nor are
+        Whether they are equal. Tensors, arrays and ragged columns of different dtype or shape never are, nor are
         elements of object arrays with different types. Devices, strides, subclasses of arrays and
         the order of dict keys do not matter.
     """
@@ -29,7 +32,9 @@ def values_equal(a: Any, b: Any, *, exact: bool = False) -> bool:
         return _tensors_equal(a, b, exact)
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return _arrays_equal(a, b, exact)
-    if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
+    if isinstance(a, Ragged) and isinstance(b, Ragged):
+        return _ragged_equal(a, b, exact)
+    if isinstance(a, torch.Tensor | np.ndarray | Ragged) or isinstance(b, torch.Tensor | np.ndarray | Ragged):
         return False
     if exact and type(a) is not type(b):
         return False
@@ -51,7 +56,7 @@ def _tensors_equal(a: torch.Tensor, b: torch.Tensor, exact: bool) -> bool:
         return False
     b = b.to(a.device)
     if exact:
-        return torch.equal(_tensor_bits(a), _tensor_bits(b))
+        return torch.equal(flat_bytes(a), flat_bytes(b))
     if torch.equal(a, b):
         return True
     if not (a.is_floating_point() or a.is_complex()):
@@ -60,10 +65,10 @@ def _tensors_equal(a: torch.Tensor, b: torch.Tensor, exact: bool) -> bool:
     return torch.equal(nan, torch.isnan(b)) and torch.equal(a[~nan], b[~nan])
 
 
-def _tensor_bits(tensor: torch.Tensor) -> torch.Tensor:
-    # Lazy conjugate and negative views do not hold the bits they stand for.
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+def _ragged_equal(a: Ragged, b: Ragged, exact: bool) -> bool:
+    if exact:
+        return a.equals(b)
+    return a.same_form(b) and values_equal(a.compact().values, b.compact().values)
 
 
 def _arrays_equal(a: np.ndarray, b: np.ndarray, exact: bool) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from mooncake_ray.data import ops
 from mooncake_ray.data.equality import values_equal
+from mooncake_ray.data.indices import RowIndex, row_numbers
 from mooncake_ray.data.item import DataProtoItem
 from mooncake_ray.errors import SchemaError
 
@@ -151,7 +152,7 @@ class DataProto:
         arrays = {name: array[rows] for name, array in self.non_tensor_batch.items()}
         return type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=self.meta_info)
 
-    def select_idxs(self, idxs: ops.RowIndex) -> Self:
+    def select_idxs(self, idxs: RowIndex) -> Self:
         """Selects rows by number or by mask, in the given order and as often as given.
 
         Args:
@@ -163,7 +164,7 @@ class DataProto:
         Raises:
             IndexError: A number is out of range, or the index has a wrong shape, length or dtype.
         """
-        return self._take(ops.row_numbers(idxs, len(self)))
+        return self._take(row_numbers(idxs, len(self)))
 
     def _take(self, numbers: np.ndarray) -> Self:
         tensors = {name: ops.take_rows(tensor, numbers) for name, tensor in self.batch.items()}
@@ -313,7 +314,7 @@ class DataProto:
             meta_info=ops.join_meta([item.meta_info for item in data]),
         )
 
-    def reorder(self, indices: ops.RowIndex) -> None:
+    def reorder(self, indices: RowIndex) -> None:
         """Replaces the rows by `select_idxs(indices)`, in place. The old storage is not written to."""
         ordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch

@@ -1,0 +1,157 @@
+"""`Ragged` from and to padded tensors, and torch's jagged ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mooncake_ray.data import ragged_rows
+from mooncake_ray.data.bits import as_ints, dtype_name, is_plain
+from mooncake_ray.data.block.read import Runs
+from mooncake_ray.data.exact import converted
+from mooncake_ray.data.ragged import Ragged
+from mooncake_ray.errors import SchemaError
+
+__all__ = ["from_jagged", "from_padded", "mask", "to_jagged", "to_padded"]
+
+
+def from_padded(padded: Any, lengths: Any, mask: Any, side: str, ragged_dim: int) -> Ragged:
+    """See `Ragged.from_padded`."""
+    if not isinstance(padded, torch.Tensor) or not is_plain(padded) or padded.ndim < 2 + ragged_dim:
+        raise SchemaError(f"got {_kind(padded)}, expected a dense tensor of shape (rows, width, ...)")
+    if (lengths is None) == (mask is None):
+        raise SchemaError("expected either lengths= or mask=")
+    side = _side(side)
+    padded = padded.movedim(1 + ragged_dim, 1) if ragged_dim else padded
+    rows, width = padded.shape[:2]
+    counts = _counts(lengths, rows, width) if mask is None else _mask_counts(mask, rows, width, side)
+    starts = np.arange(rows) * width + (width - counts if side == "left" else 0)
+    flat = padded.reshape(rows * width, *padded.shape[2:])
+    return Ragged(ragged_rows.take_items(flat, Runs(starts, counts)), ragged_rows.offsets_of(counts), None, ragged_dim)
+
+
+def _counts(lengths: Any, rows: int, width: int) -> np.ndarray:
+    counts = torch.as_tensor(lengths).detach().cpu()
+    if counts.shape != (rows,) or counts.is_floating_point() or counts.dtype == torch.bool:
+        raise SchemaError(f"lengths is {dtype_name(counts.dtype)}{list(counts.shape)}, expected integers [{rows}]")
+    numbers = counts.numpy().astype(np.int64)
+    bad = np.flatnonzero((numbers < 0) | (numbers > width))
+    if bad.size:
+        raise SchemaError(f"row {bad[0]} has the length {numbers[bad[0]]}, expected 0 to the width {width}")
+    return numbers
+
+
+def _mask_counts(mask: Any, rows: int, width: int, side: str) -> np.ndarray:
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (rows, width):
+        raise SchemaError(f"mask is {_kind(mask)}, expected a tensor of shape {(rows, width)}")
+    hot = mask.detach().cpu() != 0
+    counts = hot.sum(1, dtype=torch.int64)
+    expected = _mask(counts, width, side)
+    bad = ((hot != expected) | (mask.detach().cpu() != hot)).any(1)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise SchemaError(f"row {row} of the mask is not {int(counts[row])} ones with all zeros to the {side}: {mask[row].tolist()}")
+    return counts.numpy()
+
+
+def _mask(counts: torch.Tensor, width: int, side: str) -> torch.Tensor:
+    places = torch.arange(width)
+    return places >= width - counts[:, None] if side == "left" else places < counts[:, None]
+
+
+def mask(column: Ragged, width: int | None, side: str, dtype: torch.dtype) -> torch.Tensor:
+    """See `Ragged.mask`."""
+    lengths = column.lengths()
+    return _mask(lengths, _width(lengths, width), _side(side)).to(dtype).to(column.device)
+
+
+def to_padded(column: Ragged, width: int | None, side: str, pad: Any) -> torch.Tensor:
+    """See `Ragged.to_padded`."""
+    _one_level(column, "a padded tensor")
+    lengths = column.lengths()
+    width = _width(lengths, width)
+    part = column.compact()
+    filler = _filler(pad, column.dtype).to(column.device)
+    out = filler.expand(len(column) * width, *column.row_shape).clone(memory_format=torch.contiguous_format)
+    places = _mask(lengths, width, _side(side)).reshape(-1).nonzero()[:, 0].to(column.device)
+    if part.values.requires_grad:
+        out = out.index_copy(0, places, part.values)
+    else:
+        as_ints(out).index_copy_(0, places, as_ints(part.values))
+    out = out.view(len(column), width, *column.row_shape)
+    return out.movedim(1, 1 + column.ragged_dim) if column.ragged_dim else out
+
+
+def _width(lengths: torch.Tensor, width: int | None) -> int:
+    longest = int(lengths.max()) if len(lengths) else 0
+    if width is None:
+        return longest
+    if width < longest:
+        row = int(lengths.argmax())
+        raise SchemaError(f"row {row} has the length {longest}, expected at most the width {width}")
+    return width
+
+
+def _side(side: str) -> str:
+    if side not in ("left", "right"):
+        raise ValueError(f"side is {side!r}, expected 'left' or 'right'")
+    return side
+
+
+def _filler(pad: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(pad, torch.Tensor) and pad.dtype == dtype and pad.ndim == 0:
+        return pad
+    if pad == 0 and isinstance(pad, int):
+        return torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)[0]  # for dtypes that cannot be converted to
+    kind = torch.uint64 if isinstance(pad, int) and pad >= 2**63 else None
+    kind = torch.float64 if isinstance(pad, float) else kind
+    filler, bad = converted(torch.tensor(pad, dtype=kind), dtype)
+    if bad is not None:
+        raise SchemaError(f"pad {pad!r} is not exact as {dtype_name(dtype)}")
+    return filler
+
+
+def from_jagged(nested: Any) -> Ragged:
+    """See `Ragged.from_jagged`."""
+    if not isinstance(nested, torch.Tensor) or not nested.is_nested or nested.layout is not torch.jagged:
+        raise SchemaError(f"got {_kind(nested)}, expected a nested tensor of the layout torch.jagged")
+    ragged_dim = nested._ragged_idx - 1
+    values = nested.values()
+    values = values.movedim(ragged_dim, 0) if ragged_dim else values
+    offsets, lengths = nested.offsets().detach().cpu().to(torch.int64), nested.lengths()
+    if lengths is None:
+        return Ragged(values, offsets, None, ragged_dim)
+    counts = lengths.detach().cpu().to(torch.int64).numpy()  # rows with holes between them
+    runs = Runs(offsets.numpy()[: len(counts)], counts)
+    return Ragged(ragged_rows.take_items(values, runs), ragged_rows.offsets_of(counts), None, ragged_dim)
+
+
+def to_jagged(column: Ragged) -> torch.Tensor:
+    """See `Ragged.to_jagged`."""
+    _one_level(column, "a jagged tensor")
+    if column.null_count:
+        row = int((~ragged_rows.marks(column)).nonzero()[0])
+        raise SchemaError(f"row {row} is null, which a jagged tensor has no form for")
+    start, stop = column.span
+    lengths = column.lengths()
+    values = column.values[start:stop]
+    values = (values.movedim(0, column.ragged_dim) if column.ragged_dim else values).contiguous()
+    # Without its lengths' bounds, to_padded_tensor pads every row to the sum of all lengths.
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        (column.offsets - start).to(values.device),
+        jagged_dim=column.ragged_dim + 1,
+        min_seqlen=int(lengths.min()) if len(lengths) else 0,
+        max_seqlen=int(lengths.max()) if len(lengths) else 0,
+    )
+
+
+def _one_level(column: Ragged, what: str) -> None:
+    if column.levels > 1:
+        raise SchemaError(f"rows are lists of rows ({column.describe()}), which {what} has no form for")
+
+
+def _kind(value: Any) -> str:
+    return f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
