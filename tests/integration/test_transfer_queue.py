@@ -279,9 +279,6 @@ def test_other_processes_need_no_import(queue, partition, pool_ray, pool):
             out = TensorDict({"doubled": got["prompts"] * 2}, batch_size=got.batch_size)
             self.tq.kv_batch_put(names, partition, out)
 
-        def close(self):
-            self.tq.close
-
     worker = Worker.remote()
     assert not pool_ray.get(worker.imported_before.remote())
     put = batch(3)
