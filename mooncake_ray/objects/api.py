@@ -8,8 +8,9 @@ from typing import Any
 
 import ray
 
+from mooncake_ray import counters
 from mooncake_ray.errors import ConfigError
-from mooncake_ray.objects import counters, install, routing, session
+from mooncake_ray.objects import install, routing, session
 
 __all__ = ["free", "get", "pool_stats", "put", "stats", "wait"]
 

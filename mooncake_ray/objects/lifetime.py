@@ -30,8 +30,8 @@ import ray
 from ray._private import state as ray_state
 
 from mooncake_ray._native import pool
+from mooncake_ray.counters import count
 from mooncake_ray.errors import BrokerDiedError
-from mooncake_ray.objects.counters import count
 
 __all__ = ["Lifetimes"]
 

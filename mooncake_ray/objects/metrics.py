@@ -15,8 +15,8 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from mooncake_ray import counters
 from mooncake_ray.errors import StoreError
-from mooncake_ray.objects import counters
 from mooncake_ray.snapshot import Snapshot
 
 __all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "Exporter", "start"]

@@ -25,9 +25,9 @@ from ray import cloudpickle
 from ray._private import worker as ray_worker
 
 from mooncake_ray._native import pool
+from mooncake_ray.counters import count, timed
 from mooncake_ray.errors import BrokerDiedError, StoreError
 from mooncake_ray.objects import async_items, session
-from mooncake_ray.objects.counters import count, timed
 from mooncake_ray.store.callsite import call_site
 from mooncake_ray.store.packing import Here, Packer, scan
 
@@ -173,7 +173,7 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
     """Copies what the packer took, and binds it and what it passes on to the life of the value."""
     segments, foreign = packer.segments, list(packer.foreign)
     lease = None
-    if segments.parts:
+    if segments.nbytes:
         with timed("room"):
             lease = here.client.create(packer.id, segments.nbytes, here.config.put_timeout_s, _note(place))
     if place.kind == "return":
@@ -187,14 +187,14 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
             state.token_of_put = token
         claim = (pool.KIND_TOKEN, token.binary(), place is _AN_ASYNC_RETURN)
     if lease is not None:
-        lease.copy(segments.parts)
+        segments.fill(lease)
         lease.seal(*claim, foreign)
     else:
         here.client.claim(foreign, *claim)
     if place.kind != "return":
         here.lifetimes.make_token_ahead()
     count("routed")
-    count("bytes_copied", sum(n for _, _, n in segments.parts))
+    count("bytes_copied", segments.nbytes)
     count("bytes_passed_on", packer.bytes_passed_on)
 
 
@@ -227,7 +227,7 @@ class _RayPacker(Packer):
 
     @property
     def used(self) -> bool:
-        return bool(self.segments.parts or self.foreign)
+        return bool(self.segments.nbytes or self.foreign)
 
     def reduce(self, obj: Any) -> Any:
         kind = type(obj)

@@ -15,9 +15,9 @@ from ray._private import worker as ray_worker
 
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
+from mooncake_ray.counters import count, timed
 from mooncake_ray.errors import ConfigError, ObjectLostError, StoreError
 from mooncake_ray.objects import metrics
-from mooncake_ray.objects.counters import count, timed
 from mooncake_ray.objects.lifetime import Lifetimes
 from mooncake_ray.store import node
 from mooncake_ray.store.packing import Region

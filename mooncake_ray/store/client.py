@@ -101,15 +101,15 @@ class Store:
         blob = file.getbuffer()
         _HEADER.pack_into(blob, 0, _MAGIC, len(blob) - _HEADER.size)
         segments = packer.segments
-        if not segments.parts and len(blob) <= pool.INLINE_MAX:
+        if not segments.nbytes and len(blob) <= pool.INLINE_MAX:
             id = client.new_id()
             with contextlib.suppress(StoreFullError):  # the broker's own heap has a budget; the arena may have room
                 client.put_inline(id, blob, pool.KIND_SELF, id)
                 return ObjectKey(client.pool_id, id)
-        start = _start_of_segments(len(blob)) if segments.parts else len(blob)
+        start = _start_of_segments(len(blob)) if segments.nbytes else len(blob)
         lease = self.create(start + segments.nbytes, timeout_s)
         memoryview(lease)[: len(blob)] = blob
-        lease.copy([(start + offset, address, n) for offset, address, n in segments.parts])
+        segments.fill(lease, start)
         return self.publish(lease)
 
     def get(self, key: ObjectKey, timeout_s: float | None = None) -> Any:

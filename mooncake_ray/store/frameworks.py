@@ -1,26 +1,45 @@
-"""Framework classes whose own pickling would hide their tensors in one opaque blob."""
+"""Classes that are stored in a way of their own, because their pickling would hide their columns in one opaque blob.
+
+A class is found by walking the method resolution order of what is pickled, so subclasses are too. What stores it is imported when the first
+object of it is seen; a package that is not used is never imported.
+"""
 
 from __future__ import annotations
 
-import sys
+import importlib
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["reduce"]
+__all__ = ["reduce", "register"]
+
+_REDUCERS = {  # class → function(packer, obj) that gives a reduction, or NotImplemented for the class's own pickling
+    "mooncake_ray.data.proto:DataProto": "mooncake_ray.data.packed:reduce_batch",
+    "mooncake_ray.data.lazy:Handle": "mooncake_ray.data.packed:reduce_handle",
+    "verl.protocol:DataProto": "mooncake_ray.integrations.verl:reduce_batch",
+}
+_known: dict[type, Callable[[Any, Any], Any] | None] = {}
 
 
-def rebuild_plain(cls: type, state: dict[str, Any]) -> Any:
-    """An instance with that `__dict__`, made without its constructor."""
-    out = cls.__new__(cls)
-    out.__dict__.update(state)
-    return out
+def register(cls: str, function: str) -> None:
+    """Has objects of a class, and of its subclasses, reduced by `function(packer, obj)`. Both as "module:name"; nothing is imported now."""
+    _REDUCERS[cls] = function
+    _known.clear()
 
 
-def reduce(obj: Any) -> Any:
-    """A reduction by parts, or NotImplemented. A subclass that pickles in its own way keeps it."""
-    verl = sys.modules.get("verl.protocol")
-    if verl is None:
-        return NotImplemented
-    base, cls = verl.DataProto, type(obj)
-    if not isinstance(obj, base) or cls.__getstate__ is not base.__getstate__ or cls.__setstate__ is not base.__setstate__:
-        return NotImplemented
-    return rebuild_plain, (cls, dict(obj.__dict__))
+def reduce(packer: Any, obj: Any) -> Any:
+    """A reduction as `pickle` takes it, or NotImplemented."""
+    cls = type(obj)
+    try:
+        function = _known[cls]
+    except KeyError:
+        function = _known[cls] = _find(cls)
+    return NotImplemented if function is None else function(packer, obj)
+
+
+def _find(cls: type) -> Callable[[Any, Any], Any] | None:
+    for base in cls.__mro__:
+        name = _REDUCERS.get(f"{base.__module__}:{base.__qualname__}")
+        if name is not None:
+            module, attribute = name.split(":")
+            return getattr(importlib.import_module(module), attribute)
+    return None

@@ -10,6 +10,7 @@ Torch is looked up, never imported: a process that has no torch has no tensors.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from mooncake_ray.store import frameworks
 
-__all__ = ["Packer", "Region", "Segments", "scan", "unpack_array", "unpack_tensor"]
+__all__ = ["Call", "Packer", "Region", "Segments", "scan", "unpack_array", "unpack_tensor"]
 
 _ALIGN = 64  # bytes: a cache line, and enough for every dtype
 _PAGE = 4096  # bytes: large segments start on a page
@@ -35,6 +36,8 @@ class Segments:
     parts: list[tuple[int, int, int]] = field(default_factory=list)
     """`(offset, address, nbytes)`, as `Lease.copy` takes them."""
     owners: list[Any] = field(default_factory=list)
+    written: list[tuple[int, int, Callable[[np.ndarray], None]]] = field(default_factory=list)
+    """`(offset, nbytes, write)` of what is made in its place: `write` gets those bytes, once the parts are copied."""
 
     def add(self, address: int, nbytes: int, owner: Any) -> int:
         """Notes `nbytes` bytes at `address`, which `owner` keeps alive. Returns their offset in the object."""
@@ -44,6 +47,20 @@ class Segments:
         self.owners.append(owner)
         self.nbytes = offset + nbytes
         return offset
+
+    def add_made(self, nbytes: int, copies: Iterable[tuple[int, int, int]], write: Callable[[np.ndarray], None]) -> int:
+        """Notes `nbytes` bytes, partly copied (`copies`, with offsets in them), partly written in place. Returns their offset, a page."""
+        offset = -(-self.nbytes // _PAGE) * _PAGE
+        self.parts += [(offset + at, address, n) for at, address, n in copies]
+        self.written.append((offset, nbytes, write))
+        self.nbytes = offset + nbytes
+        return offset
+
+    def fill(self, lease: Any, start: int = 0) -> None:
+        """Writes everything into a lease, `start` bytes from its beginning."""
+        lease.copy([(start + offset, address, n) for offset, address, n in self.parts] if start else self.parts)
+        for offset, nbytes, write in self.written:
+            write(np.frombuffer(lease, np.uint8, nbytes, start + offset))
 
 
 class Region:
@@ -157,8 +174,9 @@ _SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 class Packer:
     """Takes tensors and arrays of at least `smallest` bytes out of one pickle. Used by one thread, once."""
 
-    def __init__(self, smallest: int = _SMALL) -> None:
-        self.smallest = smallest
+    def __init__(self, smallest: int = _SMALL, checksums: bool = False) -> None:
+        """`checksums`: batches are stored with them."""
+        self.smallest, self.checksums = smallest, checksums
         self.segments = Segments()
         self.here = Here()
         torch = sys.modules.get("torch")
@@ -170,11 +188,15 @@ class Packer:
             return self._reduce_array(obj)
         if isinstance(obj, self._tensor):
             return self._reduce_tensor(obj)
-        return frameworks.reduce(obj)
+        return frameworks.reduce(self, obj)
 
     def place(self, address: int, nbytes: int, owner: Any) -> tuple[Any, int]:
         """Where these bytes are going to be: something that unpickles as a Region, and the offset in it."""
         return self.here, self.segments.add(address, nbytes, owner)
+
+    def make(self, nbytes: int, copies: Iterable[tuple[int, int, int]], write: Callable[[np.ndarray], None]) -> tuple[Any, int]:
+        """As `place`, for bytes that are made where they are going to be (see `Segments.add_made`)."""
+        return self.here, self.segments.add_made(nbytes, copies, write)
 
     def _reduce_array(self, array: np.ndarray) -> Any:
         cls = type(array)
@@ -197,7 +219,7 @@ class Packer:
         plain_array = (where, offset, base.dtype, base.shape, order, writable)
         if cls is np.ndarray:
             return unpack_array, plain_array
-        return np.ndarray.view, (_Call(unpack_array, plain_array), cls)  # without its attributes, which NumPy's own pickling drops too
+        return np.ndarray.view, (Call(unpack_array, plain_array), cls)  # without its attributes, which NumPy's own pickling drops too
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         torch = sys.modules["torch"]
@@ -256,7 +278,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-class _Call:
+class Call:
     """A value that unpickles as `function(*args)`: for a reduction nested in another."""
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:

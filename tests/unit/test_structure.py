@@ -10,17 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "mooncake_ray"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py"))
 LEVELS = {
-    "_native": 0,
-    "errors": 0,
-    "machine": 0,
-    "config": 0,
-    "snapshot": 0,
+    **dict.fromkeys(["_native", "errors", "machine", "config", "counters", "snapshot"], 0),
     "store": 1,
     "data": 2,
-    "objects": 4,
-    "integrations": 4,
-    "cli": 4,
-    "testing": 4,
+    **dict.fromkeys(["objects", "integrations", "cli", "testing"], 4),
 }
 MAY_IMPORT = {  # third parties, at module level, by level
     0: set(),

@@ -115,7 +115,9 @@ def _put(chunk: Chunk, memory: np.ndarray, offset: int) -> None:
     if chunk.write is not None:
         chunk.write(address)
     else:
-        memory[offset : offset + chunk.nbytes] = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * chunk.nbytes).from_address(chunk.address))
+        memory[offset : offset + chunk.nbytes] = np.ctypeslib.as_array(
+            (np.ctypeslib.ctypes.c_uint8 * chunk.nbytes).from_address(chunk.address)
+        )
 
 
 def checksums(layout: Layout, memory: np.ndarray) -> np.ndarray:

@@ -53,6 +53,21 @@ class Runs:
         ends = np.cumsum(self.lengths)
         return np.arange(self.total) + np.repeat(self.starts - (ends - self.lengths), self.lengths)
 
+    def take(self, rows: Runs) -> Runs:
+        """Those of these positions that `rows` (positions among them) selects."""
+        if self.one:
+            return Runs(self.starts[0] + rows.starts, rows.lengths)
+        return Runs.of(self.positions()[rows.positions()])
+
+    def then(self, other: Runs) -> Runs:
+        """These positions and then the other's."""
+        if self.total and other.total and self.starts[-1] + self.lengths[-1] == other.starts[0]:
+            lengths = np.concatenate((self.lengths[:-1], [self.lengths[-1] + other.lengths[0]], other.lengths[1:]))
+            return Runs(np.concatenate((self.starts, other.starts[1:])), lengths)
+        if not self.total or not other.total:
+            return other if not self.total else self
+        return Runs(np.concatenate((self.starts, other.starts)), np.concatenate((self.lengths, other.lengths)))
+
     def scaled(self, item: int) -> Runs:
         """Where each position is `item` positions (or bytes)."""
         return Runs(self.starts * item, self.lengths * item)

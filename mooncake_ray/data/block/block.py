@@ -1,0 +1,125 @@
+"""A batch's columns to a block, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mooncake_ray.data.block import decode, layout, ragged_columns, values
+from mooncake_ray.data.block.chunk import Builder, Chunk
+from mooncake_ray.data.block.columns import ColumnEncoder
+from mooncake_ray.data.block.index import Field, Index, dump
+from mooncake_ray.data.block.plain import plain_array, plain_tensor, torch_dtype
+from mooncake_ray.data.block.read import Runs, Steps
+from mooncake_ray.data.ragged import Ragged
+from mooncake_ray.errors import CorruptBlockError
+
+__all__ = ["Encoded", "column", "encode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A block to be written: nothing is copied yet. The columns must not change until it is."""
+
+    layout: layout.Layout
+    index: bytes
+    chunks: list[Chunk]
+    left: dict[str, Any]
+    """Columns that no block can hold: on devices, sparse, with refs of Ray's in them, …"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def copies(self) -> list[tuple[int, int, int]]:
+        """`(offset, address, nbytes)` of what is copied as it is."""
+        return layout.copies(self.layout, self.chunks)
+
+    def write(self, memory: np.ndarray) -> None:
+        """Writes the rest into the block's bytes: uint8 (nbytes,)."""
+        layout.write(self.layout, self.index, self.chunks, memory)
+
+
+def encode(rows: int, batch: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, checksums: bool = False) -> Encoded:
+    """Plans the block of a batch: looks at every column, copies none.
+
+    Args:
+        rows: of every column.
+        batch: dense tensors (rows, …) and `Ragged`.
+        arrays: NumPy arrays (rows, …).
+        checksums: a CRC-32 for every buffer.
+    """
+    out = Builder()
+    encoder = ColumnEncoder(rows, out)
+    left: dict[str, Any] = {}
+    grids, forms, fields = {}, {}, {}
+    for part, form in ((batch, "tensor"), (arrays, "array")):
+        for name, column in part.items():
+            if isinstance(column, Ragged):
+                continue
+            plain = plain_tensor(column) if form == "tensor" else plain_array(column)
+            if plain is not None and not (form == "tensor" and (column.requires_grad or type(column) is not torch.Tensor)):
+                grids[name], forms[name] = plain, form
+            elif form == "tensor" or column.dtype != object or column.ndim != 1 or type(column) is not np.ndarray:
+                left[name] = column
+    nodes = encoder.dense(grids)
+    for name, column in batch.items():
+        if isinstance(column, Ragged):
+            node = ragged_columns.encode(name, column, encoder)
+            if node is None:
+                left[name] = column
+            else:
+                nodes[name], forms[name] = node, "ragged"
+    for name, column in arrays.items():
+        if name not in nodes and name not in left:
+            before = len(out.chunks)
+            try:
+                nodes[name], forms[name] = {"kind": "values", "tree": values.encode(column.tolist(), out)}, "objects"
+            except values.NotStorable:
+                del out.chunks[before:]
+                left[name] = column
+    fields = {name: Field(name, forms[name], nodes[name]) for name in (*batch, *arrays) if name in nodes}
+    head = Builder()
+    used = {node["family"] for node in nodes.values() if "family" in node}
+    families = encoder.families.nodes(used, head.add)
+    chunks = [*head.chunks, *out.chunks]
+    sizes = [chunk.nbytes for chunk in chunks]
+    index = dump(rows, fields, families, sizes)
+    return Encoded(layout.layout_of(len(index), sizes, len(head.chunks), checksums), index, chunks, left)
+
+
+def column(index: Index, name: str, rows: Runs, form: str = "as-put") -> Steps[Any]:
+    """The selected rows of a column, as it was (`as-put`), or as a `Ragged` where it has row lengths (`ragged`)."""
+    field = index.fields[name]
+    if field.form == "objects":
+        return (yield from _objects(field, rows))
+    if field.form == "ragged":
+        return (yield from ragged_columns.decode(index, field, rows))
+    if form == "ragged" and index.offsets(name) is not None:
+        return ragged_columns.rebuilt((yield from decode.ragged(index, field, rows)))
+    got = yield from decode.dense(index, field, rows)
+    if field.form == "array":
+        return got.data.view(np.dtype(got.dtype)).reshape(got.shape)
+    return as_tensor(got)
+
+
+def as_tensor(got: decode.Dense) -> torch.Tensor:
+    """The same memory as a tensor."""
+    kind = torch_dtype(got.dtype)
+    if kind is None:
+        raise CorruptBlockError(f"a tensor is said to be of {got.dtype}")
+    if not got.data.nbytes:
+        return torch.empty(got.shape, dtype=kind)
+    return torch.from_numpy(got.data).view(kind).view(got.shape)
+
+
+def _objects(field: Field, rows: Runs) -> Steps[np.ndarray]:
+    items = yield from values.decode(field.node["tree"], rows)
+    out = np.empty(rows.total, object)
+    for row, item in enumerate(items):
+        out[row] = item
+    return out

@@ -1,0 +1,216 @@
+"""Columns out of a block: which bytes a selection of rows needs, and what they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mooncake_ray.data import kernels
+from mooncake_ray.data.block import fill
+from mooncake_ray.data.block.families import Family
+from mooncake_ray.data.block.index import Field, Index
+from mooncake_ray.data.block.plain import kind_of, one_of, width_of
+from mooncake_ray.data.block.read import Read, Runs, Steps
+from mooncake_ray.data.kernels import Cells
+from mooncake_ray.errors import CorruptBlockError
+
+__all__ = ["Dense", "RaggedRows", "children", "dense", "ragged", "widened"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Rows of numbers: the bytes of a row-major array (uint8), its dtype and its shape."""
+
+    data: np.ndarray
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """Rows of different lengths: row r is values[offsets[r]:offsets[r + 1]]."""
+
+    values: Dense
+    offsets: np.ndarray
+
+
+def dense(index: Index, field: Field, rows: Runs) -> Steps[Dense]:
+    """The selected rows of a dense or padded column, as it was."""
+    node = field.node
+    kind, dtype, tail = node["kind"], node["dtype"], tuple(node["shape"])
+    shape = (rows.total, *tail)
+    if kind == "part":
+        return (yield from _part(index, field, rows, shape))
+    if kind == "const":
+        (value,) = yield [Read(node["value"], Runs.span(0, _cell(dtype, tail)))]
+        return Dense(_repeated(value, math.prod(shape[:2])), dtype, shape)
+    if kind == "dense":
+        per = math.prod(tail)
+        values, wire = yield from fill.read_items(node, rows.scaled(per))
+        return Dense(widened(values, wire, dtype, rows.total * per), dtype, shape)
+    return (yield from _padded(index.family(node["family"]), 0, node, rows, shape))
+
+
+def _part(index: Index, field: Field, rows: Runs, shape: tuple[int, ...]) -> Steps[Dense]:
+    node, base = field.node, index.base(field.name)
+    first, width = node["first"], shape[1] if len(shape) > 1 else 1
+    kind, full = base.node["kind"], base.node["shape"][0] if len(shape) > 1 else 1
+    if kind == "const" or full == width:
+        like = Field(field.name, field.form, {**base.node, "shape": node["shape"]})
+        return (yield from dense(index, like, rows))
+    if not 0 <= first <= full - width:
+        raise CorruptBlockError(f"field {field.name!r} is said to begin at column {first} of {base.name!r}, which has {full}")
+    if kind == "dense":
+        per = math.prod(shape[2:])
+        at = Runs(rows.positions() * full + first, np.full(rows.total, width, np.int64)).scaled(per)
+        values, wire = yield from fill.read_items(base.node, at)
+        return Dense(widened(values, wire, node["dtype"], math.prod(shape)), node["dtype"], shape)
+    if base.node["fill"] in ("values", "ones", "row"):
+        return (yield from _padded(index.family(base.node["family"]), first, base.node, rows, shape))
+    whole = yield from dense(index, base, rows)
+    cell = _cell(node["dtype"], tuple(node["shape"]))
+    grid = whole.data.reshape(rows.total, full * cell)[:, first * cell : (first + width) * cell]
+    return Dense(np.ascontiguousarray(grid).reshape(-1), node["dtype"], shape)
+
+
+def _padded(family: Family, first: int, node: dict[str, Any], rows: Runs, shape: tuple[int, ...]) -> Steps[Dense]:
+    """Columns first … first + shape[1] - 1 of a padded column."""
+    dtype, item = node["dtype"], width_of(node["dtype"])
+    cell = _cell(dtype, shape[1:])
+    chosen, values_at = _choose(family, first, rows, shape[1])
+    out = kernels.empty(math.prod(shape) * item)
+    grid = Cells(out.ctypes.data, rows.total, shape[1], shape[1] * cell, cell)
+    filled = node["fill"]
+    if filled == "values":
+        per = cell // item
+        numbers = Cells(grid.address, rows.total, shape[1] * per, grid.stride, item)
+        values, wire = yield from fill.read_items(node, values_at.scaled(per))
+        _check_bytes(values, wire, chosen.total * per)
+        pad = bytes.fromhex(node["pad"])
+        if per > 1 and pad != pad[:item] * per:  # a pad that differs along the tail: positions are placed, not numbers
+            values, wire = widened(values, wire, dtype, chosen.total * per), dtype
+            kernels.unpack(values.ctypes.data, chosen.offsets, chosen.starts, grid, pad)
+        else:
+            fill.write_items(values, wire, dtype, chosen.offsets * per, chosen.starts * per, numbers, pad[:item])
+    elif filled == "positions":
+        kernels.fill_positions(grid, chosen.starts, chosen.lengths)
+    elif filled == "ones":
+        kernels.fill_spans(grid, chosen.starts, chosen.lengths, np.tile(_one(dtype), (rows.total, 1)), bytes.fromhex(node["pad"]))
+    elif filled in ("row", "last"):
+        (got,) = yield [Read.items(node["at"], rows, cell)]
+        each = fill.check_rows(got, rows.total, cell, "a column of one value a row")
+        if filled == "row":
+            kernels.fill_spans(grid, chosen.starts, chosen.lengths, each, bytes.fromhex(node["pad"]))
+        else:
+            kernels.fill_last(grid, chosen.starts, chosen.lengths, each)
+    else:
+        raise CorruptBlockError(f"a column is said to be filled with {filled!r}")
+    return Dense(out, dtype, shape)
+
+
+def _choose(family: Family, first: int, rows: Runs, width: int) -> tuple[Family, Runs]:
+    """The selected rows of a family, and which of its values they have."""
+    at = rows.positions()
+    if first == 0 and width == family.width:
+        chosen = Family(family.lengths[at], family.starts[at], width)
+        return chosen, children(family.offsets, rows)
+    cut = family.cut(first, width)
+    chosen = Family(cut.lengths[at], cut.starts[at], width)
+    skipped = np.maximum(first - family.starts[at], 0)
+    return chosen, _joined(Runs(family.offsets[at] + skipped, chosen.lengths))
+
+
+def children(offsets: np.ndarray, rows: Runs) -> Runs:
+    """The values of the selected rows: a run of rows is one of values."""
+    starts = offsets[rows.starts]
+    return Runs(starts, offsets[rows.starts + rows.lengths] - starts)
+
+
+def _joined(runs: Runs) -> Runs:
+    """The same positions in fewer runs: empty ones left out, adjacent ones joined."""
+    keep = runs.lengths > 0
+    starts, lengths = runs.starts[keep], runs.lengths[keep]
+    if not len(starts):
+        return Runs.span(0, 0)
+    first = np.flatnonzero(np.concatenate(([True], starts[1:] != starts[:-1] + lengths[:-1])))
+    return Runs(starts[first], np.add.reduceat(lengths, first))
+
+
+def ragged(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
+    """The selected rows of a column that has a length family, without what is around them."""
+    node = field.node
+    first, width = 0, -1
+    if node["kind"] == "part":
+        base = index.base(field.name).node
+        first, width = node["first"], node["shape"][0]
+        node = {**base, "shape": node["shape"]}
+    elif "of" in node:  # a ragged column with the values of another
+        node = {**index.base(field.name).node, "family": node["family"]}
+    family = index.family(node["family"])
+    tail = tuple(node["tail"] if node["kind"] == "ragged" else node["shape"][1:])
+    dtype, cell = node["dtype"], _cell(node["dtype"], (1, *tail))
+    chosen, values_at = _choose(family, first, rows, family.width if width < 0 else width)
+    total, shape = chosen.total, (chosen.total, *tail)
+    filled = node["fill"]
+    if filled == "values":
+        values, wire = yield from fill.read_items(node, values_at.scaled(math.prod(tail)))
+        return RaggedRows(Dense(widened(values, wire, dtype, total * math.prod(tail)), dtype, shape), chosen.offsets)
+    if filled == "positions":
+        at = np.arange(total) - np.repeat(chosen.offsets[:-1], chosen.lengths)
+        if first > 0:
+            at += np.repeat(np.maximum(first - family.starts[rows.positions()], 0), chosen.lengths)
+        return RaggedRows(Dense(at.astype(dtype).view(np.uint8), dtype, shape), chosen.offsets)
+    if filled == "ones":
+        return RaggedRows(Dense(_repeated(_one(dtype), total), dtype, shape), chosen.offsets)
+    if filled not in ("row", "last"):
+        raise CorruptBlockError(f"field {field.name!r} is said to be filled with {filled!r}")
+    (got,) = yield [Read.items(node["at"], rows, cell)]
+    each = fill.check_rows(got, rows.total, cell, f"field {field.name!r}").view(f"V{cell}").reshape(-1)
+    if filled == "row":
+        out = np.repeat(each, chosen.lengths)
+    else:
+        out = np.zeros(total, each.dtype)
+        whole = family.lengths[rows.positions()] - (np.maximum(first - family.starts[rows.positions()], 0) if first > 0 else 0)
+        has = (chosen.lengths > 0) & (chosen.lengths == whole)  # a part may end before the last position
+        out[chosen.offsets[1:][has] - 1] = each[has]
+    return RaggedRows(Dense(out.view(np.uint8), dtype, shape), chosen.offsets)
+
+
+def _cell(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of one position of the second dimension."""
+    return width_of(dtype) * math.prod(shape[1:])
+
+
+def _one(dtype: str) -> np.ndarray:
+    one = one_of(dtype, width_of(dtype))
+    if one is None:
+        raise CorruptBlockError(f"a column of {dtype} is said to be a mask")
+    return np.frombuffer(one, np.uint8)
+
+
+def _repeated(value: np.ndarray, times: int) -> np.ndarray:
+    out = kernels.empty(value.nbytes * times)
+    if value.nbytes:
+        out.reshape(times, value.nbytes)[:] = value
+    return out
+
+
+def _check_bytes(values: np.ndarray, wire: str, count: int) -> None:
+    if values.nbytes != count * width_of(wire):
+        raise CorruptBlockError(f"a column has {values.nbytes} bytes, expected {count} numbers of {wire}")
+
+
+def widened(values: np.ndarray, wire: str, dtype: str, count: int) -> np.ndarray:
+    """Stored numbers in the dtype they had: as they are, or widened into memory of their own."""
+    _check_bytes(values, wire, count)
+    if wire == dtype:
+        return values
+    item = width_of(dtype)
+    out = kernels.empty(count * item)
+    row = Cells(out.ctypes.data, 1, count, count * item, item)
+    ends = np.array([0, count], np.int64)
+    kernels.unpack_ints(values.ctypes.data, width_of(wire), kind_of(wire) == "int", ends, ends[:1], row, bytes(item))
+    return out

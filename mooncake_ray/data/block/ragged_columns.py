@@ -1,0 +1,118 @@
+"""`Ragged` columns as nodes of a block.
+
+The row lengths of the outer level are those of a family, in the block's head. Where rows are lists of rows the inner lengths are a buffer of
+offsets, read before the values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from mooncake_ray.data.block import decode as decoding
+from mooncake_ray.data.block import fill
+from mooncake_ray.data.block.chunk import Builder
+from mooncake_ray.data.block.columns import ColumnEncoder
+from mooncake_ray.data.block.families import narrow, offsets_of
+from mooncake_ray.data.block.index import Field, Index
+from mooncake_ray.data.block.plain import Plain, plain_tensor, torch_dtype
+from mooncake_ray.data.block.read import Read, Runs, Steps
+from mooncake_ray.data.ragged import Ragged
+from mooncake_ray.errors import CorruptBlockError
+
+__all__ = ["decode", "encode", "rebuilt"]
+
+
+def encode(name: str, column: Ragged, encoder: ColumnEncoder) -> dict[str, Any] | None:
+    """The node of a column, or None where its values are nothing a block can hold."""
+    marks = _marks(column, encoder.out)
+    if isinstance(column.values, Ragged):
+        first, last = column.span
+        child = _nested(column.values[first:last], encoder.out)
+        node = None if child is None else {**encoder.lengths(column.offsets.numpy()), "fill": "nested", "child": child}
+    else:
+        plain = _flat(column.values)
+        node = None if plain is None else encoder.ragged(name, plain, column.offsets.numpy())
+    return node and {**node, **marks, "dim": column.ragged_dim}
+
+
+def _flat(values: torch.Tensor) -> Plain | None:
+    if values.device.type != "cpu" or values.requires_grad or type(values) is not torch.Tensor:
+        return None
+    return plain_tensor(values.contiguous())
+
+
+def _marks(column: Ragged, out: Builder) -> dict[str, Any]:
+    return {} if column.valid is None else {"valid": out.add(np.packbits(column.valid.numpy(), bitorder="little"))}
+
+
+def _nested(column: Ragged, out: Builder) -> dict[str, Any] | None:
+    """The node of rows that are items of other rows."""
+    offsets = column.offsets.numpy() - column.span[0]
+    small = narrow(offsets)
+    node = {"offsets": [small.dtype.name, out.add(small)], **_marks(column, out)}
+    if isinstance(column.values, Ragged):
+        first, last = column.span
+        child = _nested(column.values[first:last], out)
+        return child and {**node, "fill": "nested", "child": child}
+    plain = _flat(column.values)
+    if plain is None:
+        return None
+    flat = Plain(plain.owner, plain.address, (len(column), 0, *plain.shape[1:]), 0, plain.dtype, plain.item)
+    spans = fill.Spans(flat, 0, len(column), column.offsets.numpy()[:-1], np.diff(offsets))
+    return {**node, "dtype": plain.dtype, "tail": list(plain.shape[1:]), "fill": "values", **fill.encode_items(spans, out)}
+
+
+def decode(index: Index, field: Field, rows: Runs) -> Steps[Ragged]:
+    """The selected rows."""
+    node = field.node
+    valid = None
+    if "valid" in node:
+        valid = torch.from_numpy((yield from fill.read_bits(node["valid"], rows)).astype(bool))
+    if node["kind"] == "ragged" and node.get("fill") == "nested":
+        offsets = index.family(node["family"]).offsets
+        values: Any = yield from _decode_nested(node["child"], decoding.children(offsets, rows))
+        lengths = np.diff(offsets)[rows.positions()]
+        return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid, node["dim"])
+    got = yield from decoding.ragged(index, field, rows)
+    return rebuilt(got, valid, node["dim"])
+
+
+def rebuilt(got: decoding.RaggedRows, valid: torch.Tensor | None = None, dim: int = 0) -> Ragged:
+    """The same memory as a column."""
+    return Ragged(_tensor(got.values), torch.from_numpy(got.offsets), valid, dim)
+
+
+def _tensor(got: decoding.Dense) -> torch.Tensor:
+    kind = torch_dtype(got.dtype)
+    if kind is None:
+        raise CorruptBlockError(f"a tensor is said to be of {got.dtype}")
+    if not got.data.nbytes:
+        return torch.empty(got.shape, dtype=kind)
+    return torch.from_numpy(got.data).view(kind).view(got.shape)
+
+
+def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
+    dtype, buffer = np.dtype(node["offsets"][0]), node["offsets"][1]
+    (got,) = yield [Read.items(buffer, Runs(items.starts, items.lengths + 1), dtype.itemsize)]
+    ends = got.view(dtype).astype(np.int64)
+    firsts = np.cumsum(items.lengths + 1) - (items.lengths + 1)  # where each run's offsets begin in `ends`
+    inner = Runs(ends[firsts], ends[firsts + items.lengths] - ends[firsts])
+    lengths = np.diff(ends)[Runs(firsts, items.lengths).positions()]
+    if (lengths < 0).any():
+        raise CorruptBlockError("the offsets of a nested column are not in order")
+    valid = None
+    if "valid" in node:
+        valid = torch.from_numpy((yield from fill.read_bits(node["valid"], items)).astype(bool))
+    if node["fill"] == "nested":
+        values: Any = yield from _decode_nested(node["child"], inner)
+    else:
+        tail = tuple(node["tail"])
+        per = math.prod(tail)
+        numbers, wire = yield from fill.read_items(node, inner.scaled(per))
+        count = int(lengths.sum())
+        values = _tensor(decoding.Dense(decoding.widened(numbers, wire, node["dtype"], count * per), node["dtype"], (count, *tail)))
+    return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid)

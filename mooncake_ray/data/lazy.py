@@ -1,0 +1,281 @@
+"""Columns that are loaded when they are first touched.
+
+A `Handle` is one stored block, mapped; a `Stored` column is some rows of one of its fields; a `Joined` column is several columns one after
+the other. Selecting rows of them moves nothing. `load` fetches many at once, each block's bytes by one vectored request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mooncake_ray.counters import count
+from mooncake_ray.data import kernels
+from mooncake_ray.data.block import block, layout
+from mooncake_ray.data.block.index import Index, parse
+from mooncake_ray.data.block.read import Read, Runs, Steps, run, together
+from mooncake_ray.errors import CorruptBlockError
+
+__all__ = ["Columns", "Handle", "Joined", "Pending", "Stored", "load"]
+
+
+class Handle:
+    """A stored block. Keeps its memory while it lives. Thread-safe."""
+
+    __slots__ = ("_memory", "index")
+
+    def __init__(self, memory: np.ndarray) -> None:
+        """Reads the head of a block.
+
+        Args:
+            memory: uint8 (bytes,): mapped, private to this process; it may be writable.
+
+        Raises:
+            CorruptBlockError: it is none.
+        """
+        self._memory = memory
+        self.index: Index = parse(memory)
+        if self.index.nbytes > memory.nbytes:
+            raise CorruptBlockError(f"the batch is truncated: {memory.nbytes} of {self.index.nbytes} bytes")
+
+    @property
+    def address(self) -> int:
+        return self._memory.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes
+
+    def fetch(self, reads: Sequence[Read]) -> list[np.ndarray]:
+        """Gets bytes of the block. What is one run of bytes is a view of the mapped memory, private to this process.
+
+        Raises:
+            CorruptBlockError: a read reaches beyond its buffer.
+        """
+        out = []
+        for read in reads:
+            at, size = self.index.span_of(read.buffer)
+            starts, lengths = read.runs.starts, read.runs.lengths
+            if len(starts) and ((starts < 0) | (lengths < 0) | (starts + lengths > size)).any():
+                raise CorruptBlockError(
+                    f"buffer {read.buffer} of the batch has {size} bytes, a column is said to reach to {(starts + lengths).max()}"
+                )
+            if read.runs.one:
+                first = at + int(starts[0])
+                out.append(self._memory[first : first + int(lengths[0])])
+            else:
+                got = kernels.empty(read.nbytes)
+                kernels.gather(self.address + at, starts, lengths, got.ctypes.data)
+                out.append(got)
+        count("batch_bytes_read", sum(read.nbytes for read in reads))
+        return out
+
+    def verify(self) -> None:
+        """Compares every byte with the checksums the block was stored with.
+
+        Raises:
+            CorruptBlockError: it is damaged, or has no checksums.
+        """
+        layout.check(self.index.layout, self._memory)
+
+
+class Pending:
+    """A column that is not loaded. Immutable."""
+
+    __slots__ = ()
+    rows: int
+
+    def take(self, rows: Runs) -> Pending:
+        """Some of its rows. Moves nothing."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Dtype and shape, for people."""
+        raise NotImplementedError
+
+    def parts(self) -> Iterator[Stored]:
+        """The columns of blocks it is made of, in order."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Pending):
+    """Rows of one column of a block; all of them without `selected`."""
+
+    handle: Handle
+    name: str
+    selected: Runs | None = None
+    form: str = "as-put"
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return self.handle.index.rows if self.selected is None else self.selected.total
+
+    @property
+    def runs(self) -> Runs:
+        return Runs.span(0, self.handle.index.rows) if self.selected is None else self.selected
+
+    def take(self, rows: Runs) -> Stored:
+        return Stored(self.handle, self.name, rows if self.selected is None else self.selected.take(rows), self.form)
+
+    def parts(self) -> Iterator[Stored]:
+        yield self
+
+    def steps(self) -> Steps[Any]:
+        """The decoding of its rows."""
+        return block.column(self.handle.index, self.name, self.runs, self.form)
+
+    def describe(self) -> str:
+        node = self.handle.index.fields[self.name].node
+        if node["kind"] == "values":
+            return f"object[{self.rows}]"
+        shape = node["shape"] if "shape" in node else ["*", *node.get("tail", ())]
+        return f"{node.get('dtype', 'ragged')}{[self.rows, *shape]}".replace("'", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(Pending):
+    """Columns one after the other."""
+
+    columns: tuple[Pending, ...]
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return sum(column.rows for column in self.columns)
+
+    def take(self, rows: Runs) -> Pending:
+        ends = np.cumsum([0, *(column.rows for column in self.columns)])
+        pieces: list[Pending] = []
+        for start, length in zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True):
+            while length:
+                number = int(np.searchsorted(ends, start, side="right")) - 1
+                here = min(length, int(ends[number + 1]) - start)
+                pieces.append(self.columns[number].take(Runs.span(start - int(ends[number]), start - int(ends[number]) + here)))
+                start, length = start + here, length - here
+        if not pieces:
+            return self.columns[0].take(Runs.span(0, 0))
+        return join(pieces)
+
+    def parts(self) -> Iterator[Stored]:
+        for column in self.columns:
+            yield from column.parts()
+
+    def describe(self) -> str:
+        return f"{self.columns[0].describe()} and {len(self.columns) - 1} more"
+
+
+def join(columns: Sequence[Pending]) -> Pending:
+    """The columns one after the other; neighbours of one block become one."""
+    out: list[Stored] = []
+    for part in (part for column in columns for part in column.parts()):
+        last = out[-1] if out else None
+        if last is not None and last.handle is part.handle and (last.name, last.form) == (part.name, part.form):
+            out[-1] = Stored(part.handle, part.name, last.runs.then(part.runs), part.form)
+        elif part.rows or last is None:
+            if last is not None and not last.rows:
+                out.pop()
+            out.append(part)
+    return out[0] if len(out) == 1 else Joined(tuple(out))
+
+
+def load(columns: Sequence[Pending], joined: Any) -> list[Any]:
+    """Loads columns, all their bytes of one block by as few requests as its deepest column has levels.
+
+    Args:
+        joined: `joined(values)` puts the parts of one column together.
+    """
+    parts = [list(column.parts()) for column in columns]
+    by_handle: dict[int, list[Stored]] = {}
+    for part in (part for column in parts for part in column):
+        by_handle.setdefault(id(part.handle), []).append(part)
+    values: dict[int, Any] = {}
+    for group in by_handle.values():
+        got = run(together([part.steps() for part in group]), group[0].handle.fetch)
+        values.update(zip(map(id, group), got, strict=True))
+    return [values[id(column[0])] if len(column) == 1 else joined([values[id(part)] for part in column]) for column in parts]
+
+
+class Columns(MutableMapping[str, Any]):
+    """Columns by name, in order. A pending one is loaded when its value is first asked for, once for all copies of the mapping."""
+
+    __slots__ = ("_cells",)
+
+    def __init__(self, columns: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        if isinstance(columns, Columns):
+            self._cells: dict[str, _Cell] = dict(columns._cells)
+        else:
+            self._cells = {name: _Cell(value) for name, value in dict(columns).items()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].value()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name] = _Cell(value)
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._cells
+
+    def peek(self, name: str) -> Any:
+        """The column as it is: maybe still pending."""
+        return self._cells[name].held
+
+    def peeks(self) -> dict[str, Any]:
+        """All columns as they are."""
+        return {name: cell.held for name, cell in self._cells.items()}
+
+    def picked(self, names: Iterable[str]) -> Columns:
+        """Some of the columns; what one of the two mappings loads the other has."""
+        out = Columns()
+        out._cells = {name: self._cells[name] for name in names}
+        return out
+
+    def renamed(self, names: Mapping[str, str]) -> Columns:
+        """The same columns, some under new names."""
+        out = Columns()
+        out._cells = {names.get(name, name): cell for name, cell in self._cells.items()}
+        return out
+
+    def load(self, names: Iterable[str] | None = None) -> None:
+        """Loads pending columns together, instead of one by one as they are touched."""
+        cells = [cell for name, cell in self._cells.items() if (names is None or name in names) and isinstance(cell.held, Pending)]
+        cells = list({id(cell): cell for cell in cells}.values())
+        for cell, value in zip(cells, load([cell.held for cell in cells], _joined), strict=True):
+            cell.held = value
+
+    def __repr__(self) -> str:
+        return repr({name: value.describe() if isinstance(value, Pending) else value for name, value in self.peeks().items()})
+
+    def __reduce__(self) -> Any:
+        return Columns, (dict(self),)
+
+
+class _Cell:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def value(self) -> Any:
+        held = self.held
+        if isinstance(held, Pending):
+            (held,) = load([held], _joined)
+            self.held = held
+        return held
+
+
+def _joined(values: list[Any]) -> Any:
+    from mooncake_ray.data import ops  # knows of pending columns itself
+
+    return ops.join_values(values)
