@@ -151,7 +151,7 @@ class Ragged:
         if isinstance(item, builtins.slice):
             start, stop, step = item.indices(len(self))
             if step != 1:
-                return self._take(Runs.of(np.arange(start, stop, step)))
+                return self.take(Runs.of(np.arange(start, stop, step)))
             stop = max(start, stop)
             valid = None if self.valid is None else self.valid[start:stop]
             return self._of(self.values, self.offsets[start : stop + 1], valid, self.ragged_dim)
@@ -178,9 +178,10 @@ class Ragged:
         Raises:
             IndexError: A number is out of range, or the index has a wrong shape, length or dtype.
         """
-        return self._take(Runs.of(row_numbers(idxs, len(self))))
+        return self.take(Runs.of(row_numbers(idxs, len(self))))
 
-    def _take(self, runs: Runs) -> Ragged:
+    def take(self, runs: Runs) -> Ragged:
+        """The rows at those positions, which are not checked; as `select_idxs`."""
         if runs.one:
             return self[int(runs.starts[0]) : int(runs.starts[0] + runs.lengths[0])]
         bounds, numbers = self.offsets.numpy(), runs.positions()
@@ -210,7 +211,7 @@ class Ragged:
         if repeat_times < 0:
             raise ValueError(f"repeat_times must be at least 0, got {repeat_times}")
         numbers = np.arange(len(self))
-        return self._take(Runs.of(np.repeat(numbers, repeat_times) if interleave else np.tile(numbers, repeat_times)))
+        return self.take(Runs.of(np.repeat(numbers, repeat_times) if interleave else np.tile(numbers, repeat_times)))
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:

@@ -100,7 +100,7 @@ def take_items(values: Any, runs: Runs) -> Any:
     if runs.one:
         return values[int(runs.starts[0]) : int(runs.starts[0] + runs.lengths[0])]
     if not isinstance(values, torch.Tensor):
-        return values._take(runs)
+        return values.take(runs)
     index = torch.from_numpy(runs.positions()).to(values.device)
     if values.requires_grad:
         return values.index_select(0, index)

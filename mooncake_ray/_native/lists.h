@@ -1,0 +1,328 @@
+// Numbers out of Python lists, and back. The GIL is held throughout, and no Python code runs between looking at a list and at its items.
+#pragma once
+#include <Python.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace mcr_lists {
+
+enum : unsigned { kNone = 1, kBool = 2, kInt = 4, kFloat = 8, kStr = 16, kBytes = 32, kList = 64, kTuple = 128, kDict = 256, kOther = 512 };
+
+inline unsigned kind_of(PyObject* o) {
+  const PyTypeObject* t = Py_TYPE(o);
+  if (t == &PyLong_Type) return kInt;
+  if (t == &PyFloat_Type) return kFloat;
+  if (t == &PyUnicode_Type) return kStr;
+  if (t == &PyList_Type) return kList;
+  if (t == &PyDict_Type) return kDict;
+  if (t == &PyBool_Type) return kBool;
+  if (o == Py_None) return kNone;
+  if (t == &PyTuple_Type) return kTuple;
+  if (t == &PyBytes_Type) return kBytes;
+  return kOther;
+}
+
+// The items of an exact list or tuple, borrowed.
+struct Items {
+  PyObject* const* at;
+  Py_ssize_t n;
+};
+
+inline bool items_of(PyObject* o, Items* out) {
+  if (PyList_CheckExact(o))
+    *out = {reinterpret_cast<PyListObject*>(o)->ob_item, PyList_GET_SIZE(o)};
+  else if (PyTuple_CheckExact(o))
+    *out = {reinterpret_cast<PyTupleObject*>(o)->ob_item, PyTuple_GET_SIZE(o)};
+  else
+    return false;
+  return true;
+}
+
+constexpr Py_ssize_t kAhead = 24;  // objects: what memory delivers while so many are looked at
+
+inline void prefetch(const Items& items, Py_ssize_t i) {
+  if (i + kAhead < items.n) __builtin_prefetch(items.at[i + kAhead]);
+}
+
+// Of an exact int: whether it is a small one, and its value. A quick way for most.
+inline bool small_int(PyObject* o, int64_t* value) {
+  auto* v = reinterpret_cast<PyLongObject*>(o);
+#if PY_VERSION_HEX >= 0x030C0000
+  if (!PyUnstable_Long_IsCompact(v)) return false;
+  *value = PyUnstable_Long_CompactValue(v);
+#else
+  const Py_ssize_t size = Py_SIZE(v);
+  if (size_t(size + 1) > 2) return false;
+  *value = int64_t(size) * int64_t(v->ob_digit[0]);
+#endif
+  return true;
+}
+
+// Of any exact int: what 64 bits can hold of it.
+enum class Held { kSigned, kUnsigned, kNot };  // in an int64_t, else in a uint64_t, else not
+inline Held any_int(PyObject* o, uint64_t* bits) {
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(o, &overflow);
+  *bits = uint64_t(value);
+  if (!overflow) return Held::kSigned;
+  if (overflow < 0) return Held::kNot;
+  *bits = PyLong_AsUnsignedLongLong(o);
+  if (*bits != ~uint64_t{0} || !PyErr_Occurred()) return Held::kUnsigned;
+  PyErr_Clear();
+  return Held::kNot;
+}
+
+struct Scan {
+  unsigned flags = 0;
+  Py_ssize_t items = 0;
+  // Of the ints in an int64_t; of those beyond, in a uint64_t; and whether there are others.
+  int64_t lo = std::numeric_limits<int64_t>::max(), hi = std::numeric_limits<int64_t>::min();
+  uint64_t beyond_lo = std::numeric_limits<uint64_t>::max(), beyond_hi = 0;
+  bool outside = false;
+  bool fits_float32 = true;
+
+  bool some() const { return lo <= hi; }
+  bool some_beyond() const { return beyond_hi > 0; }
+
+  void wide(PyObject* o) {
+    uint64_t bits;
+    const Held held = any_int(o, &bits);
+    if (held == Held::kSigned) {
+      lo = std::min(lo, int64_t(bits));
+      hi = std::max(hi, int64_t(bits));
+    } else if (held == Held::kUnsigned) {
+      beyond_lo = std::min(beyond_lo, bits);
+      beyond_hi = std::max(beyond_hi, bits);
+    } else {
+      outside = true;
+    }
+  }
+
+  void look(const Items& list) {
+    items += list.n;
+    for (Py_ssize_t i = 0; i < list.n;) {  // runs of one type
+      PyObject* o = list.at[i];
+      if (PyLong_CheckExact(o)) {
+        flags |= kInt;
+        int64_t least = lo, most = hi;
+        do {
+          prefetch(list, i);
+          int64_t value;
+          if (small_int(o, &value)) {
+            least = std::min(least, value);
+            most = std::max(most, value);
+          } else {
+            wide(o);
+          }
+        } while (++i < list.n && PyLong_CheckExact(o = list.at[i]));
+        lo = std::min(lo, least);
+        hi = std::max(hi, most);
+      } else if (PyFloat_CheckExact(o)) {
+        flags |= kFloat;
+        uint64_t differ = 0;
+        do {
+          prefetch(list, i);
+          const double value = PyFloat_AS_DOUBLE(o);
+          differ |= std::bit_cast<uint64_t>(double(float(value))) ^ std::bit_cast<uint64_t>(value);
+        } while (++i < list.n && PyFloat_CheckExact(o = list.at[i]));
+        fits_float32 &= !differ;
+      } else {
+        flags |= kind_of(o);
+        ++i;
+      }
+    }
+  }
+};
+
+// What went wrong with which item of which row; row -1 where lists are not nested.
+struct Fault {
+  enum What { kNothing, kNotAList, kRowsChanged, kNotThatType, kTooLarge, kTooMany, kTooFew } what = kNothing;
+  Py_ssize_t row = -1, item = -1;
+};
+
+// f(items, row) -> bool for the items, or for those of each row.
+template <class F>
+Fault over_lists(PyObject* rows, bool nested, F&& f) {
+  Items outer;
+  if (!items_of(rows, &outer)) return {Fault::kNotAList};
+  if (!nested) {
+    f(outer, -1);
+    return {};
+  }
+  for (Py_ssize_t r = 0; r < outer.n; ++r) {
+    if (r + 2 < outer.n) __builtin_prefetch(outer.at[r + 2]);
+    Items next, items;
+    if (r + 1 < outer.n && items_of(outer.at[r + 1], &next) && next.n) __builtin_prefetch(next.at);
+    if (!items_of(outer.at[r], &items)) return {Fault::kNotAList, r};
+    if (!f(items, r)) break;
+  }
+  return {};
+}
+
+inline unsigned kinds(PyObject* values, Fault* fault) {
+  unsigned flags = 0;
+  *fault = over_lists(values, false, [&](const Items& list, Py_ssize_t) {
+    for (Py_ssize_t i = 0; i < list.n; ++i) prefetch(list, i), flags |= kind_of(list.at[i]);
+    return true;
+  });
+  return flags;
+}
+
+// lengths: room for `rows_n` rows, if nested.
+inline Fault scan(PyObject* rows, bool nested, int64_t* lengths, Py_ssize_t rows_n, Scan* result) {
+  Items outer;
+  if (!items_of(rows, &outer)) return {Fault::kNotAList};
+  if (nested && outer.n != rows_n) return {Fault::kRowsChanged};
+  return over_lists(rows, nested, [&](const Items& list, Py_ssize_t row) {
+    if (nested) lengths[row] = list.n;
+    result->look(list);
+    return true;
+  });
+}
+
+// Copies items while there is room for them. put(object, where) -> Fault::What.
+template <class T, class F>
+Fault into(PyObject* rows, bool nested, T* to, Py_ssize_t room, F&& put) {
+  Fault fault;
+  T* const end = to + room;
+  const Fault shape = over_lists(rows, nested, [&](const Items& list, Py_ssize_t row) {
+    if (list.n > end - to) return fault = {Fault::kTooMany, row, -1}, false;
+    for (Py_ssize_t i = 0; i < list.n; ++i) {
+      prefetch(list, i);
+      if (const auto what = put(list.at[i], to + i); what != Fault::kNothing) [[unlikely]]
+        return fault = {what, row, i}, false;
+    }
+    to += list.n;
+    return true;
+  });
+  if (shape.what != Fault::kNothing) return shape;
+  if (fault.what == Fault::kNothing && to != end) return {Fault::kTooFew};
+  return fault;
+}
+
+template <class T>
+Fault ints_as(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
+  return into(rows, nested, static_cast<T*>(to), room, [](PyObject* o, T* at) {
+    if (!PyLong_CheckExact(o)) return Fault::kNotThatType;
+    int64_t value;
+    if (small_int(o, &value)) [[likely]] {
+      const T narrow = T(value);
+      std::memcpy(at, &narrow, sizeof narrow);
+      return int64_t(narrow) == value && (std::is_signed_v<T> || value >= 0) ? Fault::kNothing : Fault::kTooLarge;
+    }
+    uint64_t bits;
+    const Held held = any_int(o, &bits);
+    const T narrow = T(bits);
+    std::memcpy(at, &narrow, sizeof narrow);
+    if (held == Held::kSigned)
+      return int64_t(narrow) == int64_t(bits) && (std::is_signed_v<T> || int64_t(bits) >= 0) ? Fault::kNothing : Fault::kTooLarge;
+    return held == Held::kUnsigned && std::is_unsigned_v<T> && uint64_t(narrow) == bits ? Fault::kNothing : Fault::kTooLarge;
+  });
+}
+
+template <class T>
+Fault floats_as(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
+  return into(rows, nested, static_cast<T*>(to), room, [](PyObject* o, T* at) {
+    if (!PyFloat_CheckExact(o)) return Fault::kNotThatType;
+    const T value = T(PyFloat_AS_DOUBLE(o));
+    std::memcpy(at, &value, sizeof value);
+    return Fault::kNothing;
+  });
+}
+
+inline Fault bools_into(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
+  return into(rows, nested, static_cast<uint8_t*>(to), room, [](PyObject* o, uint8_t* at) {
+    *at = o == Py_True;
+    return o == Py_True || o == Py_False ? Fault::kNothing : Fault::kNotThatType;
+  });
+}
+
+// f(T{}, is_signed) for the integer type.
+template <class F>
+auto with_int(int64_t item, bool is_signed, F&& f) {
+  switch (item * 2 + is_signed) {
+    case 2: return f(uint8_t{});
+    case 3: return f(int8_t{});
+    case 4: return f(uint16_t{});
+    case 5: return f(int16_t{});
+    case 8: return f(uint32_t{});
+    case 9: return f(int32_t{});
+    case 16: return f(uint64_t{});
+    default: return f(int64_t{});
+  }
+}
+
+inline Fault ints_into(PyObject* rows, bool nested, void* to, Py_ssize_t room, int64_t item, bool is_signed) {
+  return with_int(item, is_signed, [&](auto type) { return ints_as<decltype(type)>(rows, nested, to, room); });
+}
+
+inline Fault floats_into(PyObject* rows, bool nested, void* to, Py_ssize_t room, int64_t item) {
+  return item == 4 ? floats_as<float>(rows, nested, to, room) : floats_as<double>(rows, nested, to, room);
+}
+
+// ---- and back
+
+// A list or tuple of the values first … first + n - 1, each made by make(index), which returns a new reference.
+template <class F>
+PyObject* build(int64_t first, int64_t n, bool as_tuple, F&& make) {
+  PyObject* result = as_tuple ? PyTuple_New(n) : PyList_New(n);
+  if (!result) return nullptr;
+  PyObject** to = as_tuple ? reinterpret_cast<PyTupleObject*>(result)->ob_item : reinterpret_cast<PyListObject*>(result)->ob_item;
+  for (int64_t i = 0; i < n; ++i)
+    if (!(to[i] = make(first + i))) {
+      Py_DECREF(result);
+      return nullptr;
+    }
+  return result;
+}
+
+// offsets: rows + 1, checked; or nullptr for one list of `count` values.
+template <class F>
+PyObject* build_rows(const int64_t* offsets, int64_t count, bool as_tuple, F&& make) {
+  if (!offsets) return build(0, count, as_tuple, make);
+  PyObject* result = PyList_New(count);
+  if (!result) return nullptr;
+  for (int64_t r = 0; r < count; ++r) {
+    PyObject* row = build(offsets[r], offsets[r + 1] - offsets[r], as_tuple, make);
+    if (!row) {
+      Py_DECREF(result);
+      return nullptr;
+    }
+    PyList_SET_ITEM(result, r, row);
+  }
+  return result;
+}
+
+template <class T>
+T load(const void* from, int64_t i) {
+  T value;
+  std::memcpy(&value, static_cast<const char*>(from) + i * int64_t(sizeof(T)), sizeof value);
+  return value;
+}
+
+inline PyObject* ints_from(const void* from, int64_t item, bool is_signed, const int64_t* offsets, int64_t count, bool as_tuple) {
+  return with_int(item, is_signed, [&](auto type) {
+    using T = decltype(type);
+    return build_rows(offsets, count, as_tuple, [from](int64_t i) {
+      const T value = load<T>(from, i);
+      if constexpr (std::is_same_v<T, uint64_t>) return PyLong_FromUnsignedLongLong(value);
+      return PyLong_FromLongLong((long long)value);
+    });
+  });
+}
+
+inline PyObject* floats_from(const void* from, int64_t item, const int64_t* offsets, int64_t count, bool as_tuple) {
+  if (item == 4) return build_rows(offsets, count, as_tuple, [from](int64_t i) { return PyFloat_FromDouble(double(load<float>(from, i))); });
+  return build_rows(offsets, count, as_tuple, [from](int64_t i) { return PyFloat_FromDouble(load<double>(from, i)); });
+}
+
+inline PyObject* bools_from(const void* from, const int64_t* offsets, int64_t count, bool as_tuple) {
+  return build_rows(offsets, count, as_tuple, [from](int64_t i) { return PyBool_FromLong(load<uint8_t>(from, i)); });
+}
+
+}  // namespace mcr_lists
