@@ -1,7 +1,6 @@
 """Miles' object store over the pool: what its rollout manager hands to its trainers.
 
-    from mooncake_ray.integrations import miles
-    miles.register()                  # before Miles parses its arguments, and in each of its processes
+    mooncake_ray.install()            # or miles.register() in each process, before Miles parses its arguments
     … --object-store-backend mooncake_ray
 
 The interface is Miles' (`put`, `get`, `remove`, a box around the handle, a result that is a context manager); nothing of Miles is needed to

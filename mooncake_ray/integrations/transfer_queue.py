@@ -1,11 +1,11 @@
 """TransferQueue with its data in the pool: a storage backend named `MooncakeRay`.
 
-    import mooncake_ray.integrations.transfer_queue
+    mooncake_ray.install()  # or, in the process that initialises TransferQueue: import mooncake_ray.integrations.transfer_queue
     tq.init(OmegaConf.create({"backend": {"storage_backend": "MooncakeRay"}}))
 
-Only the process that initialises TransferQueue imports this; the others register the backend when they read its configuration. Everything
-a put brings is one block, written once by the process that has it; an actor keeps which block holds which row's field, and a read takes
-only the rows and fields it asks for. What is cleared or replaced is freed when its last reader lets go of it.
+Other processes register the backend when they read TransferQueue's configuration, installed or not. Everything a put brings is one block,
+written once by the process that has it; an actor keeps which block holds which row's field, and a read takes only the rows and fields it
+asks for. What is cleared or replaced is freed when its last reader lets go of it.
 
 Options of the section `backend.MooncakeRay`: `rows: jagged` returns every column of tensors as nested, as TransferQueue's own backends do;
 the default, `as-put`, returns dense what was put as a dense tensor of several rows. `threads` (4) is how many puts and gets of one client
@@ -37,7 +37,7 @@ try:
 except ImportError as e:
     raise ImportError(f"the storage backend for TransferQueue needs the packages TransferQueue and tensordict: {e}") from e
 
-__all__ = ["BACKEND", "MooncakeRayStorageManager"]
+__all__ = ["BACKEND", "MooncakeRayStorageManager", "register"]
 
 BACKEND = "MooncakeRay"
 _INDEX, _NAMESPACE = "MooncakeRayCellIndex", "transfer_queue"
@@ -144,6 +144,10 @@ class MooncakeRayStorageManager(StorageManager):
                 parts[name].append(columns.Part(column, piece.places, piece.block.rows > 1))
         joined = {name: columns.join(of, len(rows), jagged=self._jagged) for name, of in parts.items()}
         return TensorDict({name: _stacked(column) for name, column in joined.items()}, batch_size=len(rows))
+
+
+def register(package: Any = None) -> None:
+    """Makes `MooncakeRay` one of TransferQueue's backends in this process. To import this module has done so already."""
 
 
 def _read(piece: Piece) -> dict[str, Any]:
