@@ -1,1 +1,1 @@
-"""Adapters: what other systems call a batch, a store or a backend, over this package's batches. Each module says which system it is for."""
+"""Other packages' batches and stores, on this package's. Each module needs its package, and is imported only where that is used."""

@@ -86,10 +86,14 @@ class ColumnEncoder:
         if plain.dtype in ("int32", "int64") and not plain.tail and kernels.is_positions(cells, family.starts, family.lengths):
             return {**node, "fill": "positions"}
         pad = _bytes_at(_first_outside(plain, family), plain.cell)
-        if not kernels.outside_is(cells, family.starts, family.lengths, pad):
-            return None
         spans = fill.Spans(plain, plain.stride, plain.rows, family.starts, family.lengths)
-        return {**node, "pad": pad.hex(), **fill.encode(spans, self.out, pad)}
+        if kernels.outside_is(cells, family.starts, family.lengths, pad):
+            return {**node, "pad": pad.hex(), **fill.encode(spans, self.out, pad)}
+        pads = fill.pads_of(cells, family)
+        if pads is None:
+            return None
+        kinds, which = pads
+        return {**node, "pad": [kinds.tobytes().hex(), self.out.add(which)], **fill.encode(spans, self.out, b"\1")}
 
     def lengths(self, offsets: np.ndarray) -> dict[str, Any]:
         """The part of a ragged node that says how long its rows are: int64 (rows + 1,) offsets."""

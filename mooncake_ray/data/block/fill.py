@@ -18,6 +18,7 @@ import numpy as np
 
 from mooncake_ray.data import kernels
 from mooncake_ray.data.block.chunk import Builder, Chunk
+from mooncake_ray.data.block.families import Family
 from mooncake_ray.data.block.plain import Plain, kind_of, one_of, width_of, wire_of
 from mooncake_ray.data.block.read import Read, Runs, Steps
 from mooncake_ray.data.kernels import Cells
@@ -38,7 +39,7 @@ class Spans:
 
     @property
     def width(self) -> int:
-        return self.plain.shape[1] if self.stride else 0
+        return self.plain.width if self.stride else 0
 
     def cells(self) -> Cells:
         """Positions with their tails."""
@@ -55,7 +56,7 @@ def encode(spans: Spans, out: Builder, pad: bytes | None = None) -> dict[str, An
     """The part of a node that says what the spans hold.
 
     Args:
-        pad: what is around the spans, and has been proved to be; None where nothing is.
+        pad: what is around the spans, and has been proved to be; None where nothing is, not zero where it differs between rows.
     """
     plain, cells = spans.plain, spans.cells()
     if int(spans.lengths.sum()) > spans.rows:  # else one value a row is no less than all of them
@@ -112,7 +113,32 @@ def _one_run(cells: Cells, starts: np.ndarray, lengths: np.ndarray) -> int | Non
     return cells.address + int(at[0]) if gapless else None
 
 
+def pads_of(cells: Cells, family: Family) -> tuple[np.ndarray, np.ndarray] | None:
+    """The few pads of a column whose rows each have one around their span, as 0.0 and -0.0: uint8 (pads, item), and which each row has, uint8 (rows,).
+
+    None where a row has several, or the rows more than 256.
+    """
+    ends = family.starts + family.lengths
+    before = kernels.inside_constant(cells, np.zeros_like(ends), family.starts)
+    after = before if before is None else kernels.inside_constant(cells, ends, family.width - ends)
+    if before is None or after is None:
+        return None
+    both = (family.starts > 0) & (ends < family.width)
+    if not np.array_equal(before[both], after[both]):
+        return None
+    pads = np.where((family.starts > 0)[:, None], before, after)
+    kinds, which = np.unique(pads.view(f"V{cells.item}").reshape(-1), return_inverse=True)
+    return (kinds.view(np.uint8).reshape(-1, cells.item), which.astype(np.uint8)) if len(kinds) <= 256 else None
+
+
 # ---- the way back
+
+
+def repad(grid: np.ndarray, family: Family, pads: np.ndarray, which: np.ndarray) -> None:
+    """Gives the rows that do not have the first pad their own: `grid` is (rows, width, item) bytes."""
+    for row in np.flatnonzero(which).tolist():
+        start, end = int(family.starts[row]), int(family.starts[row] + family.lengths[row])
+        grid[row, :start] = grid[row, end:] = pads[which[row]]
 
 
 def read_items(node: dict[str, Any], at: Runs) -> Steps[tuple[np.ndarray, str]]:
@@ -136,9 +162,7 @@ def read_bits(buffer: int, at: Runs) -> Steps[np.ndarray]:
     return bits[Runs(begin * 8 + at.starts % 8, at.lengths).positions()]
 
 
-def write_items(
-    values: np.ndarray, wire: str, dtype: str, item: int, offsets: np.ndarray, starts: np.ndarray, to: Cells, pad: bytes
-) -> None:
+def write_items(values: np.ndarray, wire: str, dtype: str, offsets: np.ndarray, starts: np.ndarray, to: Cells, pad: bytes) -> None:
     """Places the numbers of each row at `starts` in a padded grid, and the pad around them. Widens what was narrowed."""
     if wire == dtype:
         kernels.unpack(values.ctypes.data, offsets, starts, to, pad)

@@ -1,0 +1,132 @@
+"""Rows that are lists, tuples or dicts.
+
+list, tuple  see `node.spans`; `child` holds the items of all rows, one row after the other
+struct       dicts with the same `keys` (a node) in the same order; a child a key, each with a row a dict
+map          any dicts: lists of keys and values, side by side
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, pairwise
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from mooncake_ray.data.block import python_lists, scalars
+from mooncake_ray.data.block.chunk import Builder
+from mooncake_ray.data.block.indirect import encode_union
+from mooncake_ray.data.block.node import Node, check_within, corrupt, decode, decoder, lengths, natural, spans
+from mooncake_ray.data.block.python_lists import BOOL, BYTES, FLOAT, INT, NONE, STR
+from mooncake_ray.data.block.read import Runs, Steps, together
+
+__all__ = ["encode_dicts", "encode_lists"]
+
+Encode = Callable[[list[Any]], Node]
+
+_PLAIN_KEYS = BOOL | BYTES | INT | NONE | STR  # equal keys of one of these types are the same bit for bit
+_FEW_KEYS = 16
+_ROWS_A_CHILD = 4  # a child of a struct costs some hundred bytes of index
+_MOST_GROUPS = 32
+
+
+def encode_lists(values: list[Any], kind: str, inner: Encode, out: Builder) -> Node:
+    """Encodes exact lists, or exact tuples. `inner` encodes the items."""
+    found = python_lists.scan(values, True)
+    fields = {"kind": kind, "rows": len(values), **lengths(found.lengths, out)}
+    child = None
+    if not found.flags & ~(BOOL | FLOAT | INT):
+        child = scalars.encode_numbers(values, True, found, out)
+    return {**fields, "child": inner(list(chain.from_iterable(values))) if child is None else child}
+
+
+@decoder("list")
+@decoder("tuple")
+def _decode_lists(node: Node, runs: Runs) -> Steps[list[Any]]:
+    as_tuple = node["kind"] == "tuple"
+    inner, edges = yield from spans(node, runs)
+    child = _child(node, "child", natural(node, "total"))
+    if child["kind"] in scalars.NUMBERS:
+        check_within(inner, child["rows"], child["kind"])
+        return python_lists.numbers_from((yield from scalars.numbers(child, inner)), edges, as_tuple)
+    flat = yield from decode(child, inner)
+    bounds = edges.tolist()
+    if as_tuple:
+        return [tuple(flat[a:b]) for a, b in pairwise(bounds)]
+    return [flat[a:b] for a, b in pairwise(bounds)]
+
+
+def _child(node: Node, name: str, rows: int) -> Node:
+    """A field that is a node of so many rows."""
+    child = node.get(name)
+    if not isinstance(child, dict) or natural(child, "rows") != rows or not isinstance(child.get("kind"), str):
+        raise corrupt(f"{name!r} of a {node.get('kind')} node is no node of {rows} rows")
+    return child
+
+
+def encode_dicts(values: list[dict[Any, Any]], inner: Encode, out: Builder) -> Node:
+    """Encodes exact dicts: structs, a union of a few kinds of structs, or a map. `inner` encodes their keys and values."""
+    signatures = _signatures(values)
+    groups = {} if signatures is None else {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
+    if len(groups) == 1 and len(values[0]) <= max(_FEW_KEYS, len(values) // _ROWS_A_CHILD):
+        return _encode_structs(values, inner, out)
+    if 1 < len(groups) <= _MOST_GROUPS and sum(map(len, groups)) * _ROWS_A_CHILD <= len(values):
+        tags = np.fromiter(map(groups.__getitem__, signatures or ()), np.uint8, len(values))
+        return encode_union(values, tags, [partial(_encode_structs, inner=inner, out=out)] * len(groups), out)
+    counts = np.fromiter(map(len, values), np.int64, len(values))
+    fields = {"kind": "map", "rows": len(values), **lengths(counts, out)}
+    fields["keys"] = inner(list(chain.from_iterable(values)))
+    fields["values"] = inner(list(chain.from_iterable(map(dict.values, values))))
+    return fields
+
+
+def _signatures(values: list[dict[Any, Any]]) -> list[Any] | None:
+    """What dicts with the same keys in the same order have in common; None where keys that are equal need not be the same."""
+    flags = python_lists.kinds(list(chain.from_iterable(values)))
+    if flags & ~_PLAIN_KEYS:
+        return None
+    if flags & (flags - 1) == 0:
+        return list(map(tuple, values))
+    return [tuple(chain(value, map(type, value))) for value in values]
+
+
+def _encode_structs(values: list[dict[Any, Any]], inner: Encode, out: Builder) -> Node:
+    keys = list(values[0])
+    children = [inner(list(map(itemgetter(key), values))) for key in keys]
+    return {"kind": "struct", "rows": len(values), "keys": inner(keys), "children": children}
+
+
+@decoder("struct")
+def _decode_structs(node: Node, runs: Runs) -> Steps[list[dict[Any, Any]]]:
+    children = node.get("children")
+    if not isinstance(children, list):
+        raise corrupt("a struct node has no children")
+    rows = natural(node, "rows")
+    names = _child(node, "keys", len(children))
+    parts = [decode(names, Runs.span(0, len(children)))]
+    parts += [decode(_child({"child": child}, "child", rows), runs) for child in children]
+    keys, *columns = yield from together(parts)
+    if not columns:
+        return [{} for _ in range(runs.total)]
+    return [_dict(keys, row) for row in zip(*columns, strict=True)]
+
+
+@decoder("map")
+def _decode_maps(node: Node, runs: Runs) -> Steps[list[dict[Any, Any]]]:
+    inner, edges = yield from spans(node, runs)
+    total = natural(node, "total")
+    keys, values = yield from together([decode(_child(node, name, total), inner) for name in ("keys", "values")])
+    bounds = edges.tolist()
+    return [_dict(keys[a:b], values[a:b]) for a, b in pairwise(bounds)]
+
+
+def _dict(keys: list[Any], values: Any) -> dict[Any, Any]:
+    try:
+        made = dict(zip(keys, values, strict=True))
+    except TypeError as error:
+        raise corrupt(f"a key of a dict is not hashable: {error}") from error
+    if len(made) != len(keys):
+        raise corrupt(f"a dict has {len(keys)} keys, and only {len(made)} different ones")
+    return made
