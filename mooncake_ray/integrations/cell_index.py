@@ -83,6 +83,19 @@ class CellIndex:
         for row in rows:
             self._replace(row, ())
 
+    def dump(self) -> tuple[dict[int, tuple[tuple[int, int, frozenset[str]], ...]], dict[int, Any]]:
+        """Everything: for each row which block has which of its fields, as `(number of the block, row in it, fields)`; and the blocks."""
+        spans = {row: tuple((s.number, s.row, s.fields) for s in spans) for row, spans in self._spans.items()}
+        return spans, dict(self._blocks)
+
+    def restore(self, spans: dict[int, tuple[tuple[int, int, frozenset[str]], ...]], blocks: dict[int, Any]) -> None:
+        """Takes what `dump` gave in place of what is there."""
+        self.__init__()  # type: ignore[misc]
+        self._blocks, self._needed = dict(blocks), dict.fromkeys(blocks, 0)
+        self._next = max(blocks, default=-1) + 1
+        for row, of in spans.items():
+            self._replace(row, tuple(_Span(*span) for span in of))
+
     def stats(self) -> dict[str, int]:
         """`rows` that have a field, and `blocks` that they need."""
         return {"rows": len(self._spans), "blocks": len(self._blocks)}

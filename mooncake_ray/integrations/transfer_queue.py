@@ -15,9 +15,11 @@ run at a time.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -43,6 +45,7 @@ BACKEND = "MooncakeRay"
 _INDEX, _NAMESPACE = "MooncakeRayCellIndex", "transfer_queue"
 _ROWS = ("as-put", "jagged")
 _THREADS = 4
+_DIRECTORY = "mooncake_ray"  # in a checkpoint's
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,18 @@ class MooncakeRayStorageManager(StorageManager):
         """Forgets all fields of these rows. A block without rows is freed."""
         await self._run(ray.get, self._index.clear.remote(list(metadata.global_indexes)))
 
+    async def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Writes every block to a file of its own, one at a time, in a directory `mooncake_ray`. Nothing may be put or cleared meanwhile."""
+        await self._run(self._save, Path(checkpoint_dir) / _DIRECTORY)
+
+    async def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Puts what `save_checkpoint` wrote in place of what is stored. The files are pickles: one from someone else can run code.
+
+        Raises:
+            FileNotFoundError: The directory has no such checkpoint, or lacks a block's file.
+        """
+        await self._run(self._load, Path(checkpoint_dir) / _DIRECTORY)
+
     def close(self) -> None:
         """Ends the threads, once they are idle, and what TransferQueue started."""
         threads = self.__dict__.pop("_threads", None)
@@ -133,6 +148,18 @@ class MooncakeRayStorageManager(StorageManager):
             batch = _parsed(batch, parser)
         ref = mooncake_ray.put_batch(batch)
         ray.get(self._index.put.remote(rows, list(batch), _Block(ref, len(rows))))
+
+    def _save(self, directory: Path) -> None:
+        spans, blocks = ray.get(self._index.dump.remote())
+        directory.mkdir(parents=True, exist_ok=True)
+        for number, block in blocks.items():
+            _write(directory / f"{number}.pkl", mooncake_ray.get(block.ref))
+        _write(directory / "index.pkl", (spans, {number: block.rows for number, block in blocks.items()}))
+
+    def _load(self, directory: Path) -> None:
+        spans, rows = _read_file(directory / "index.pkl")
+        blocks = {number: _Block(mooncake_ray.put_batch(_read_file(directory / f"{number}.pkl")), n) for number, n in rows.items()}
+        ray.get(self._index.restore.remote(spans, blocks))
 
     def _get(self, rows: list[int], fields: list[str]) -> TensorDict:
         pieces = ray.get(self._index.locate.remote(rows, fields))
@@ -153,6 +180,16 @@ def register(package: Any = None) -> None:
 def _read(piece: Piece) -> dict[str, Any]:
     whole = piece.rows == list(range(piece.block.rows))
     return mooncake_ray.get(piece.block.ref, fields=list(piece.fields), rows=None if whole else piece.rows)
+
+
+def _write(path: Path, value: Any) -> None:
+    with path.open("wb") as file:
+        pickle.dump(value, file, protocol=5)
+
+
+def _read_file(path: Path) -> Any:
+    with path.open("rb") as file:
+        return pickle.load(file)
 
 
 def _stacked(column: Any) -> Any:

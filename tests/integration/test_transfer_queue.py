@@ -298,3 +298,18 @@ def test_a_field_that_is_not_there_is_named(queue, partition):
     with pytest.raises(tq.StorageKeyNotFoundError, match="never put, or was cleared"):
         client.get_data(meta)
     gc.collect()
+
+
+def test_a_checkpoint_is_read_back(queue, partition, pool, tmp_path):
+    put, more = batch(4), TensorDict({"values": jagged(4, 3, 2, 1)}, batch_size=[4])
+    queue.kv_batch_put(keys(4), partition, put, tags=[{"n": i} for i in range(4)])
+    queue.kv_batch_put(keys(4), partition, more)
+    queue.kv_clear("k3", partition)
+    queue.save_checkpoint(tmp_path / "saved")
+    queue.kv_batch_put(keys(3), partition, TensorDict({"values": jagged(1, 1, 1)}, batch_size=[3]))
+    queue.load_checkpoint(tmp_path / "saved")
+    pool.settles_at(2)
+    got = queue.kv_batch_get(keys(3), partition)
+    assert same(got["prompts"], put["prompts"][:3]) and list(got["extra"]) == list(put["extra"])[:3]
+    assert [len(r) for r in got["values"].unbind()] == [4, 3, 2]
+    assert queue.kv_list(partition)[partition] == {f"k{i}": {"n": i} for i in range(3)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_ray.integrations.cell_index import CellIndex, Missing
@@ -12,6 +12,7 @@ PUTS = st.tuples(st.just("put"), st.lists(ROWS, unique=True), st.sets(FIELDS))
 CLEARS = st.tuples(st.just("clear"), st.lists(ROWS), st.none())
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(PUTS, CLEARS), max_size=12), st.lists(ROWS, unique=True, max_size=4), st.lists(FIELDS, unique=True))
 def test_is_like_a_table_of_cells(steps, rows, fields):
     index, table = CellIndex(), {}
@@ -22,7 +23,12 @@ def test_is_like_a_table_of_cells(steps, rows, fields):
         else:
             index.clear(where)
             table = {cell: block for cell, block in table.items() if cell[0] not in where}
-    found = index.locate(rows, fields)
+    restored = CellIndex()
+    restored.put([0], ["gone"], "gone")
+    restored.restore(*index.dump())
+    assert restored.dump() == index.dump() and restored.stats() == index.stats()
+    found = restored.locate(rows, fields)
+    assert found == index.locate(rows, fields)
     wanted = {(place, name): table.get((row, name)) for place, row in enumerate(rows) for name in fields}
     if None in wanted.values():
         assert isinstance(found, Missing)
@@ -43,3 +49,13 @@ def test_a_read_of_one_put_is_one_piece():
     index.put([10, 11, 12], ["a", "b"], "block")
     (piece,) = index.locate([12, 10], ["b", "a"])
     assert (piece.block, piece.fields, piece.rows, piece.places) == ("block", ("b", "a"), [2, 0], [0, 1])
+
+
+def test_blocks_put_after_a_restore_have_numbers_of_their_own():
+    index = CellIndex()
+    index.restore({7: ((3, 0, frozenset("a")),)}, {3: "restored"})
+    for row, name in ((8, "b"), (9, "c"), (10, "d"), (11, "e")):
+        index.put([row], "a", name)
+    assert [piece.block for piece in index.locate([7, 8, 9, 10, 11], "a")] == ["restored", "b", "c", "d", "e"]
+    index.clear([7])
+    assert index.stats() == {"rows": 4, "blocks": 4}

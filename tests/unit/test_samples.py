@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_ray import SchemaError
@@ -64,6 +64,7 @@ ROWS = st.lists(
 
 
 @pytest.mark.parametrize("cls", [Plain, Own])
+@settings(deadline=None)
 @given(rows=ROWS)
 def test_samples_come_back_as_they_were(cls, rows):
     samples = []

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
@@ -132,6 +132,7 @@ def tables(draw, rows=None, depth=0):
     return td
 
 
+@settings(deadline=None)
 @given(tables())
 def test_any_tensordict_comes_back_as_it_was(td):
     td["always"] = torch.arange(td.batch_size[0])
