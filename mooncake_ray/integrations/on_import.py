@@ -42,6 +42,8 @@ def unwatch() -> None:
 
 def _register(module: ModuleType) -> None:
     adapter, function = _ADAPTERS[module.__name__].split(":")
+    if adapter in sys.modules and sys.modules[adapter].__spec__._initializing:  # type: ignore[union-attr]
+        return  # it is what imports this system, and will know what to do
     try:
         getattr(importlib.import_module(adapter), function)(module)
     except (ImportError, AttributeError) as e:  # another version of it, which works as it does without us

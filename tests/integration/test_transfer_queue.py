@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import threading
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 tq = pytest.importorskip("transfer_queue")
+from conftest import run_script  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from tensordict import NonTensorStack, TensorDict  # noqa: E402
 
 import mooncake_ray  # noqa: E402
+from mooncake_ray.integrations import transfer_queue as backend  # noqa: E402
 from mooncake_ray.testing import Allowed  # noqa: E402
 
 # TransferQueue's client and controller are there for the module; so are Ray's workers.
@@ -30,8 +33,6 @@ def leaks_allowed() -> Allowed:
 
 @pytest.fixture(scope="module")
 def queue(pool_ray):
-    import mooncake_ray.integrations.transfer_queue  # noqa: F401
-
     tq.init(OmegaConf.create({"backend": {"storage_backend": "MooncakeRay"}}))
     yield tq
     tq.close()
@@ -263,16 +264,10 @@ def test_other_processes_need_no_import(queue, partition, pool_ray, pool):
     @pool_ray.remote
     class Worker:
         def __init__(self):
-            import sys
-
             import transfer_queue
 
-            self.before = "mooncake_ray.integrations.transfer_queue" in sys.modules
             transfer_queue.init()
             self.tq = transfer_queue
-
-        def imported_before(self):
-            return self.before
 
         def double(self, names, partition):
             got = self.tq.kv_batch_get(names, partition, select_fields=["prompts"])
@@ -280,7 +275,6 @@ def test_other_processes_need_no_import(queue, partition, pool_ray, pool):
             self.tq.kv_batch_put(names, partition, out)
 
     worker = Worker.remote()
-    assert not pool_ray.get(worker.imported_before.remote())
     put = batch(3)
     queue.kv_batch_put(keys(3), partition, put)
     pool_ray.get(worker.double.remote(keys(3), partition))
@@ -288,6 +282,24 @@ def test_other_processes_need_no_import(queue, partition, pool_ray, pool):
     queue.kv_clear(keys(3), partition)
     pool.settles_at(0)
     pool_ray.kill(worker)
+
+
+def test_the_configuration_registers_the_backend_where_nothing_is_installed():
+    blob = pickle.dumps({"backend": backend._Backend()})
+    run_script(
+        f"""
+import pickle
+from transfer_queue.storage import StorageManagerFactory
+assert "MooncakeRay" not in StorageManagerFactory._registry
+pickle.loads({blob!r})
+assert "MooncakeRay" in StorageManagerFactory._registry
+"""
+    )
+
+
+def test_an_option_that_there_is_not_is_refused():
+    with pytest.raises(mooncake_ray.ConfigError, match=r"rows is 'dense', expected one of as-put, jagged"):
+        backend.start(OmegaConf.create({"backend": {"MooncakeRay": {"rows": "dense"}}}, flags={"allow_objects": True}))
 
 
 def test_a_field_that_is_not_there_is_named(queue, partition):
