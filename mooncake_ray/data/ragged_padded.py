@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mooncake_ray.data import ragged_rows
-from mooncake_ray.data.bits import as_ints, dtype_name, is_plain
+from mooncake_ray.data import kernels, ragged_rows
+from mooncake_ray.data.bits import as_ints, dtype_name, flat_bytes, from_bytes, is_plain
 from mooncake_ray.data.block.read import Runs
 from mooncake_ray.data.exact import converted
 from mooncake_ray.data.ragged import Ragged
@@ -72,16 +72,36 @@ def to_padded(column: Ragged, width: int | None, side: str, pad: Any) -> torch.T
     _one_level(column, "a padded tensor")
     lengths = column.lengths()
     width = _width(lengths, width)
-    part = column.compact()
-    filler = _filler(pad, column.dtype).to(column.device)
-    out = filler.expand(len(column) * width, *column.row_shape).clone(memory_format=torch.contiguous_format)
-    places = _mask(lengths, width, _side(side)).reshape(-1).nonzero()[:, 0].to(column.device)
-    if part.values.requires_grad:
-        out = out.index_copy(0, places, part.values)
+    filler = _filler(pad, column.dtype)
+    start, stop = column.span
+    values = column.values[start:stop]
+    if values.requires_grad or not ragged_rows.in_memory(values):
+        out = _padded_by_torch(values, lengths, width, _side(side), filler)
     else:
-        as_ints(out).index_copy_(0, places, as_ints(part.values))
-    out = out.view(len(column), width, *column.row_shape)
+        out = _padded(values, column.offsets.numpy() - start, width, _side(side), filler)
     return out.movedim(1, 1 + column.ragged_dim) if column.ragged_dim else out
+
+
+def _padded(values: torch.Tensor, offsets: np.ndarray, width: int, side: str, filler: torch.Tensor) -> torch.Tensor:
+    rows, item, shape = len(offsets) - 1, ragged_rows.item_bytes(values), values.shape[1:]
+    starts = width - np.diff(offsets) if side == "left" else np.zeros(rows, np.int64)
+    raw = kernels.empty(rows * width * item)
+    if raw.nbytes:
+        cells = kernels.Cells(raw.ctypes.data, rows, width, width * item, item)
+        kernels.unpack(values.data_ptr(), offsets, starts, cells, bytes(flat_bytes(filler).numpy()) * shape.numel())
+    return from_bytes(raw, values.dtype, (rows, width, *shape))
+
+
+def _padded_by_torch(values: torch.Tensor, lengths: torch.Tensor, width: int, side: str, filler: torch.Tensor) -> torch.Tensor:
+    """On other devices, for gradients, and for items that do not lie one after the other."""
+    rows, shape = len(lengths), values.shape[1:]
+    out = filler.to(values.device).expand(rows * width, *shape).clone(memory_format=torch.contiguous_format)
+    places = _mask(lengths, width, side).reshape(-1).nonzero()[:, 0].to(values.device)
+    if values.requires_grad:
+        out = out.index_copy(0, places, values)
+    else:
+        as_ints(out).index_copy_(0, places, as_ints(values))
+    return out.view(rows, width, *shape)
 
 
 def _width(lengths: torch.Tensor, width: int | None) -> int:

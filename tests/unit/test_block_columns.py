@@ -143,7 +143,11 @@ def tensors(draw):
             raw[..., 0] = rng.integers(0, 2, raw.shape[:-1])
         if kind == "same":
             raw[:] = raw.reshape(-1, item)[:1] if raw.size else 0
-        out = torch.from_numpy(raw.reshape(-1)).view(dtype).reshape(rows, width, *tail) if raw.size else torch.empty((rows, width, *tail), dtype=dtype)
+        out = (
+            torch.from_numpy(raw.reshape(-1)).view(dtype).reshape(rows, width, *tail)
+            if raw.size
+            else torch.empty((rows, width, *tail), dtype=dtype)
+        )
         if kind in ("padded", "row", "last"):
             for row, n in enumerate(lengths):
                 inside = slice(width - n, width) if left else slice(0, n)
@@ -199,7 +203,7 @@ def test_damage_is_told():
         broken[at] ^= 0xFF
         with pytest.raises(CorruptBlockError):
             Handle(broken).verify()
-    with pytest.raises(CorruptBlockError, match="truncated|header"):
+    with pytest.raises(CorruptBlockError, match=r"truncated|header"):
         Handle(whole[:-8])
     with pytest.raises(CorruptBlockError, match="no batch"):
         Handle(np.zeros(100, np.uint8))

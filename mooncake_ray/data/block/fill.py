@@ -114,8 +114,9 @@ def _one_run(cells: Cells, starts: np.ndarray, lengths: np.ndarray) -> int | Non
 
 
 def pads_of(cells: Cells, family: Family) -> tuple[np.ndarray, np.ndarray] | None:
-    """The few pads of a column whose rows each have one around their span, as 0.0 and -0.0: uint8 (pads, item), and which each row has, uint8 (rows,).
+    """The few pads of a column whose rows each have one around their span, as 0.0 and -0.0.
 
+    Returns uint8 (pads, item), and which of them each row has, uint8 (rows,).
     None where a row has several, or the rows more than 256.
     """
     ends = family.starts + family.lengths
