@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from mooncake_ray.data import DataProto
-from mooncake_ray.data.lazy import Columns
-from mooncake_ray.data.packed import pack, stored_only
+from mooncake_ray.data.lazy import Columns, load_columns
+from mooncake_ray.data.packed import pack
 from mooncake_ray.data.ragged import Ragged
+from mooncake_ray.store.frameworks import stored_only
 from mooncake_ray.store.packing import Packer
 
 __all__ = ["reduce_tensordict"]
@@ -99,8 +100,7 @@ def _rebuild(batch: dict[str, Any], arrays: dict[str, Any], table: _Table) -> An
     columns, others = Columns(batch), Columns(arrays)
     if stored_only():
         return DataProto._of(columns, others, dict(_constants(table)))
-    columns.load()
-    others.load()
+    load_columns([columns, others])
     return _tensordict(table, {**columns, **others})
 
 

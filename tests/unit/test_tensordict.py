@@ -17,7 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from mooncake_ray.counters import snapshot
 from mooncake_ray.data import DataProto
-from mooncake_ray.data.packed import as_stored
+from mooncake_ray.store.frameworks import as_stored
 from mooncake_ray.store.packing import Here, Packer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
