@@ -63,7 +63,7 @@ $(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.
 	@sh scripts/debian-packages.sh $(PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-test.txt
-	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
