@@ -78,7 +78,7 @@ class BatchConsumer:
     """Takes rows, reads all that is in them, and says which they are."""
 
     def take(self, batch: Any) -> list[float]:
-        payloads.total(batch)
+        payloads.total(dict(batch.batch.items()))
         return _marks(batch)
 
     def get(self, ref: Any) -> list[float]:

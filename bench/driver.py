@@ -3,7 +3,7 @@
 `pool`: producers put their batches, the driver joins the refs, selects rows and passes refs on. `verl`, on plain Ray: the driver gets the
 batches, joins them, reorders the rows, cuts them and passes the pieces on, as verl's trainer does. Consumers get verl batches either way, and
 read every tensor. `end-to-end` is seconds from the first call to the last consumer's answer. `driver-bytes` is what the driver got and passed
-on, as bytes of what Ray pickles of it; beside it, by how much the driver's memory, private and shared, rose above what it was before.
+on, as bytes of what Ray pickles of it; beside it, by how much the driver's memory, private and shared, had risen since before the first batch.
 """
 
 from __future__ import annotations

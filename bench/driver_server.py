@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import re
 import sys
 import time
@@ -46,20 +47,22 @@ class _Server:
         marks = np.concatenate(made)
         self._order = np.arange(len(marks)).reshape(-1, workers).T.reshape(-1)  # each consumer gets rows of every producer
         self._wanted = marks[self._order].tolist()
+        importlib.import_module("verl")
+        gc.collect()
+        self._idle_bytes = _memory("VmRSS")  # before any batch has come here; later, freed memory may still be there
         self.run(subjects[0])
 
     def run(self, subject: str) -> dict[str, float]:
-        """Moves the batch once. Returns seconds, the bytes that the driver got and passed on, and by how many its memory grew."""
+        """Moves the batch once. Returns seconds, the bytes that the driver got and passed on, and by how many its memory had grown."""
         import ray
 
         gc.collect()
         _RESET_PEAK.write_text("5")
-        before = _memory("VmRSS")
         start = time.perf_counter()
         got, passed, answers = self._by_refs() if self._pool else self._by_value()
         marks = ray.get(answers)
         seconds = time.perf_counter() - start
-        growth = _memory("VmHWM") - before
+        growth = _memory("VmHWM") - self._idle_bytes
         nbytes = sum(map(_pickled_bytes, [*got, *passed]))
         flat = [mark for part in marks for mark in part]
         assert flat == self._wanted, f"{subject}: the consumers did not get the rows they were to get"

@@ -67,7 +67,7 @@ def tensor_group(tensor: torch.Tensor) -> Any:
         and tensor.device.type == "cpu"
         and not (tensor.is_quantized or tensor.is_nested or tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         and not tensor.__dict__
-        and tensor._backward_hooks is None
+        and not tensor._backward_hooks
     )
     return (tensor.dtype, tensor.ndim) if plain else None
 
