@@ -51,6 +51,8 @@ class Block:
             data.flags.writeable = False
             self.buffers.append(data)
         self.fetched = self.rounds = 0
+        named = [node[name] for node in nodes_of(self.node) for name in ("buffer", "offsets", "tags", "valid", "shapes") if name in node]
+        assert sorted(named) == list(range(len(self.buffers)))
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +76,14 @@ class Block:
 
     def at(self, *positions: int) -> list:
         return self.read(Runs.of(np.array(positions, np.int64)))
+
+
+def nodes_of(node):
+    yield node
+    for value in node.values():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                yield from nodes_of(each)
 
 
 def same(a, b) -> bool:
@@ -506,11 +516,13 @@ def ragged(make) -> list:
         ([torch.full((n, 4), n, dtype=torch.bfloat16) for n in LENGTHS], 8 * ITEMS + OFFSETS),
         ([torch.full((3, 4), n, dtype=torch.int32) for n in LENGTHS], 48 * ROWS),
         ([n if n % 2 else n / 2 for n in range(ROWS)], ROWS * (1 + 2 + 1 + 2)),
+        (["ab"[n % 2] for n in range(ROWS)], ROWS),
+        ([(n,) if n % 2 else () for n in range(ROWS)], 2 * (ROWS + 1) + ROWS),
         ([[(0.1 * m, m, None) for m in range(n)] for n in LENGTHS], (8 + 1) * ITEMS + OFFSETS),
     ],
     ids=[
         *("tokens", "uint8", "int8", "mask", "ones", "zeros", "trues", "float32", "float64", "pairs", "tuples", "nulls", "roles", "uuids"),
-        *("structs", "scalars", "arrays", "tensors", "shape", "union", "records"),
+        *("structs", "scalars", "arrays", "tensors", "shape", "union", "letters", "empty", "records"),
     ],
 )  # fmt: skip
 def test_size(rows, nbytes):
@@ -649,14 +661,6 @@ SAMPLES = [
     [True, False, True],
     [(n, "a" * n) for n in range(9)],
 ]
-
-
-def nodes_of(node):
-    yield node
-    for value in node.values():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, dict):
-                yield from nodes_of(each)
 
 
 BAD = [None, -1, 0, 1, 2, 3, 7, 2**40, 2**47, 2**48, 2**64, 2**2000, 1.5, True, "", "int8", "uint8", "float64", "<U0", "|O", "zz"]

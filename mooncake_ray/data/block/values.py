@@ -140,7 +140,7 @@ class _Encoder:
     def _encode_scalars(self, values: list[np.generic]) -> Node:
         dtypes = {value.dtype for value in values}
         dtype = next(iter(dtypes))
-        if len(dtypes) > 1 or not dtype.isnative or dtype.metadata:
+        if len(dtypes) > 1:
             return encode_objects(values, self.out)
         return scalars.encode_numpy(values, dtype, self.out)
 
