@@ -51,6 +51,7 @@ class Block:
             data.flags.writeable = False
             self.buffers.append(data)
         self.fetched = self.rounds = 0
+        self.private = False  # whether what is fetched is the reader's own, and can be written
         named = [node[name] for node in nodes_of(self.node) for name in ("buffer", "offsets", "tags", "valid", "shapes") if name in node]
         assert sorted(named) == list(range(len(self.buffers)))
 
@@ -67,7 +68,8 @@ class Block:
             data = self.buffers[read.buffer] if read.buffer < len(self.buffers) else np.empty(0, np.uint8)
             parts = [data[start : start + length] for start, length in spans]  # what is not there is left out
             self.fetched += sum(part.nbytes for part in parts)
-            answers.append(parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, np.uint8)]))
+            one = len(parts) == 1 and not self.private
+            answers.append(parts[0] if one else np.concatenate([*parts, np.empty(0, np.uint8)]))
         return answers
 
     def read(self, runs: Runs | None = None) -> list:
@@ -318,9 +320,12 @@ TRAPS = {
     "None next to dicts": [None, {"a": 1}, {"a": None}],
     "tuples in dicts": [{"a": (1, 2), "b": ((), [()])}, {"a": (3,), "b": ((4,), [])}],
     "records of several kinds": [(1, "a", None)] * 3 + [(n, str(n), n / 3) for n in range(20)],
+    "records of different lengths": [(0, "a")] + [(n, "b", n) for n in range(20)] + [(1, "c", None, 2)],
     "records as lists": [[n, True, (n, "x")] for n in range(20)],
     "int keys": [{1: "a", 2: "b"}, {2: "c", 1: "d"}],
     "keys that are equal": [{1: "a"}, {True: "b"}, {1.0: "c"}, {0.0: 1}, {-0.0: 1}],
+    "keys that are equal, often": [{[0.0, -0.0, 1, True, 1.0][n % 5]: n} for n in range(100)],
+    "plain keys that are equal, often": [{[0, False, 1, True][n % 4]: n} for n in range(100)],
     "NaN keys": [{float("nan"): 1, float("nan"): 2}, {float("nan"): 3, float("nan"): 4}],
     "key order": [{"a": 1, "b": 2}, {"b": 2, "a": 1}] * 5,
     "empty dicts": [{}, {}, {}],
@@ -440,6 +445,12 @@ def test_one_object_in_several_rows_is_one_object_again():
     assert got[0] is not got[1]
 
 
+def test_nans_are_different_objects():
+    """As they were: a dict or a set that is made of them has both."""
+    (pair,) = Block([[float("nan"), float("nan")]]).read()
+    assert len(set(pair)) == 2
+
+
 def test_equal_rows_are_different_objects():
     got = Block([[7, 7]] * 1 + [[7, 7]]).read()
     assert got[0] is not got[1]
@@ -453,9 +464,12 @@ def test_equal_rows_are_different_objects():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(arrays(), min_size=1, max_size=5))
-def test_arrays_as_pickle_would_have_them(rows):
-    for value, got in zip(rows, Block(rows).read(), strict=True):
+@given(st.lists(arrays(), min_size=1, max_size=5), st.booleans())
+def test_arrays_as_pickle_would_have_them(rows, private):
+    """Writable or not, in the same order, whether what is fetched can be written or not; and what is written never gets into the block."""
+    block = Block(rows)
+    block.private = private
+    for value, got in zip(rows, block.read(), strict=True):
         plain = pickle.loads(pickle.dumps(value, protocol=5))
         assert same(got, value)
         assert (got.flags.writeable, got.flags.c_contiguous, got.flags.f_contiguous) == (
@@ -463,6 +477,9 @@ def test_arrays_as_pickle_would_have_them(rows):
             plain.flags.c_contiguous,
             plain.flags.f_contiguous,
         )
+        if got.flags.writeable:
+            got[...] = np.zeros((), got.dtype)
+    assert same(block.read(), rows)
 
 
 def test_tensors_that_are_not_plain_memory():
@@ -725,6 +742,13 @@ def test_offsets_that_fall_and_that_wrap_around():
         block.node["offset_type"] = "uint64"
         with pytest.raises(CorruptBlockError, match="offsets"):
             block.read()
+
+
+def test_tags_without_a_child():
+    block = Block([1, "a"] * 3)
+    block.buffers[block.node["tags"]] = np.array([0, 1, 0, 2, 0, 1], np.uint8)
+    with pytest.raises(CorruptBlockError, match="child 2 of 2"):
+        block.read()
 
 
 def test_rows_that_are_not_there():
