@@ -12,7 +12,7 @@ import numpy as np
 
 from bench import payloads
 
-__all__ = ["CHUNKS", "SMALL_OPS", "Memcpy", "Pool", "Ray", "StoreOnly", "Subject", "timed"]
+__all__ = ["CHUNKS", "SMALL_OPS", "Memcpy", "Pool", "Ray", "Roundtrips", "StoreOnly", "Subject", "timed"]
 
 CHUNKS = 16
 SMALL_OPS = 100  # in one round, as one is too short to time
@@ -103,6 +103,26 @@ class Subject:
 
     def close(self) -> None:
         pass
+
+
+class Roundtrips(Subject):
+    """Puts and gets batches, whose size leaves nothing of one in the caches for the next: a round is one put and one get."""
+
+    def roundtrip(self) -> dict[str, float]:
+        value = self.value
+        start = time.perf_counter()
+        handles = [self.put(value)]
+        stored = time.perf_counter()
+        got = self.get(handles[0])
+        payloads.touch(got)
+        end = time.perf_counter()
+        del got
+        self.drop(handles)
+        return {"put": stored - start, "get": end - stored, "putget": end - start}
+
+    def stored(self) -> int:
+        """Bytes that the store needs for the batch."""
+        raise NotImplementedError
 
 
 def timed(op: Callable[[], dict[str, float]], times: int) -> list[dict[str, float]]:

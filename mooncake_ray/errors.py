@@ -6,7 +6,6 @@
     │  ├─ ObjectLostError                     the bytes are gone although a ref to them exists
     │  ├─ StoreFullError (MemoryError)        no room before the deadline; says who holds what
     │  ├─ GetTimeoutError (TimeoutError)      not there before the deadline
-    │  ├─ CorruptBlockError (ValueError)      stored bytes are not the block that they should be
     │  ├─ BrokerDiedError (ConnectionError)   this node's broker is gone or cannot be started
     │  ├─ BrokerMismatchError (ConnectionError)  what serves the pool is of another version, or another user's
     │  └─ CorruptBlockError (ValueError)      the bytes of a stored batch are not what was written
@@ -58,10 +57,6 @@ class StoreFullError(StoreError, MemoryError):
 
 class GetTimeoutError(StoreError, TimeoutError):
     """An object was not available before the deadline."""
-
-
-class CorruptBlockError(StoreError, ValueError):
-    """A stored batch contradicts itself: its index or its bytes are damaged, cut short, or not a batch."""
 
 
 class BrokerDiedError(StoreError, ConnectionError):

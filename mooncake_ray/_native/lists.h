@@ -49,16 +49,23 @@ inline void prefetch(const Items& items, Py_ssize_t i) {
   if (i + kAhead < items.n) __builtin_prefetch(items.at[i + kAhead]);
 }
 
-// Of an exact int: whether it is a small one, and its value. A quick way for most.
+// Of an exact int: whether it is one of those that are read here, and its value. A quick way for most: those of less than 60 bits, or from
+// Python 3.12 on, where it is asked for them, those of one digit.
 inline bool small_int(PyObject* o, int64_t* value) {
   auto* v = reinterpret_cast<PyLongObject*>(o);
 #if PY_VERSION_HEX >= 0x030C0000
   if (!PyUnstable_Long_IsCompact(v)) return false;
   *value = PyUnstable_Long_CompactValue(v);
 #else
-  const Py_ssize_t size = Py_SIZE(v);
-  if (size_t(size + 1) > 2) return false;
-  *value = int64_t(size) * int64_t(v->ob_digit[0]);
+  const Py_ssize_t size = Py_SIZE(v);  // digits, negative for a negative int
+  if (size_t(size + 1) <= 2) {
+    *value = int64_t(size) * int64_t(v->ob_digit[0]);
+    return true;
+  }
+  if (size != 2 && size != -2) return false;
+  static_assert(2 * PyLong_SHIFT < 64);
+  const int64_t most = int64_t(v->ob_digit[1]) << PyLong_SHIFT | int64_t(v->ob_digit[0]);
+  *value = size < 0 ? -most : most;
 #endif
   return true;
 }
@@ -305,13 +312,52 @@ T load(const void* from, int64_t i) {
   return value;
 }
 
+// Ints made of late, by value: token ids repeat, and a reference to an int costs a tenth of a new one. As Python does with those below 257.
+class RecentInts {
+ public:
+  explicit RecentInts(int64_t count) : entries_(count < kPays ? nullptr : static_cast<Entry*>(PyMem_Calloc(kEntries, sizeof(Entry)))) {}
+  ~RecentInts() {
+    if (!entries_) return;
+    for (size_t i = 0; i < kEntries; ++i) Py_XDECREF(entries_[i].made);
+    PyMem_Free(entries_);
+  }
+  RecentInts(const RecentInts&) = delete;
+  RecentInts& operator=(const RecentInts&) = delete;
+
+  // A new reference.
+  PyObject* get(int64_t value) {
+    if (!entries_ || (value >= -5 && value <= 256)) return PyLong_FromLongLong(value);
+    Entry& entry = entries_[uint64_t(value) * 0x9E3779B97F4A7C15 >> (64 - kBits)];
+    if (entry.value != value || !entry.made) [[unlikely]] {
+      PyObject* made = PyLong_FromLongLong(value);
+      if (!made) return nullptr;
+      Py_XDECREF(entry.made);
+      entry = {value, made};
+    }
+    Py_INCREF(entry.made);
+    return entry.made;
+  }
+
+ private:
+  static constexpr int kBits = 14;  // 256 KiB: they stay in a core's own cache
+  static constexpr size_t kEntries = size_t{1} << kBits;
+  static constexpr int64_t kPays = 4 * kEntries;
+  struct Entry {
+    int64_t value;
+    PyObject* made;
+  };
+  Entry* entries_;  // nullptr also where there was no memory for them
+};
+
 inline PyObject* ints_from(const void* from, int64_t item, bool is_signed, const int64_t* offsets, int64_t count, bool as_tuple) {
   return with_int(item, is_signed, [&](auto type) {
     using T = decltype(type);
-    return build_rows(offsets, count, as_tuple, [from](int64_t i) {
+    RecentInts recent(offsets ? offsets[count] - offsets[0] : count);
+    return build_rows(offsets, count, as_tuple, [&](int64_t i) {
       const T value = load<T>(from, i);
-      if constexpr (std::is_same_v<T, uint64_t>) return PyLong_FromUnsignedLongLong(value);
-      return PyLong_FromLongLong((long long)value);
+      if constexpr (sizeof(T) == 1) return PyLong_FromLong(value);
+      if (std::is_same_v<T, uint64_t> && int64_t(value) < 0) return PyLong_FromUnsignedLongLong(value);
+      return recent.get(int64_t(value));
     });
   });
 }

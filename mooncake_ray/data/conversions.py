@@ -24,6 +24,7 @@ class Conversions:
     batch: Any
     non_tensor_batch: Any
     meta_info: Any
+    _lists: frozenset[str] = frozenset()  # arrays of objects that were lists
 
     def to_verl(self) -> Any:
         """Returns a `verl.DataProto` that shares the columns. Needs verl.
@@ -95,6 +96,25 @@ class Conversions:
             else:
                 raise SchemaError(f"field {name!r} is a {type(value).__name__}, expected a tensor, a NonTensorStack or NonTensorData")
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta)  # type: ignore[call-arg]
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
+        """Returns a batch of a dict of columns: tensors (jagged ones too) and `Ragged`, arrays, and lists with an element a row.
+
+        Raises:
+            SchemaError: A value is none of these, or the columns do not have equally many rows.
+        """
+        lists = [name for name, value in columns.items() if isinstance(value, list)]
+        whole = {name: ops.object_column(name, value) if isinstance(value, list) else value for name, value in columns.items()}
+        tensors, arrays = ops.split_by_type(whole)
+        made = cls(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)  # type: ignore[call-arg]
+        made._lists = frozenset(lists)
+        return made
+
+    def to_columns(self) -> dict[str, Any]:
+        """The reverse of `from_columns`: a dict of all columns, tensors first; what was a list is one again."""
+        lists = self._lists
+        return {**self.batch, **{name: array.tolist() if name in lists else array for name, array in self.non_tensor_batch.items()}}
 
     def save_to_disk(self, filepath: str | Path) -> None:
         """Pickles the batch into a file. Of columns that are parts of larger ones, the file has the part only."""

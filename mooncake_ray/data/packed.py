@@ -6,9 +6,7 @@ naming the block it is in.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,24 +17,7 @@ from mooncake_ray.data.lazy import Columns, Handle, Pending, Stored
 from mooncake_ray.data.proto import DataProto
 from mooncake_ray.store.packing import Call, Packer, Region
 
-__all__ = ["as_stored", "open_block", "pack", "reduce_batch", "reduce_handle", "stored_only"]
-
-_reading = threading.local()
-
-
-@contextlib.contextmanager
-def as_stored() -> Iterator[None]:
-    """Meanwhile this thread unpickles batches of every class as a `DataProto` of pending columns."""
-    outer, _reading.lazily = stored_only(), True
-    try:
-        yield
-    finally:
-        _reading.lazily = outer
-
-
-def stored_only() -> bool:
-    """Whether this thread is in `as_stored`."""
-    return getattr(_reading, "lazily", False)
+__all__ = ["open_block", "pack", "reduce_batch", "reduce_handle"]
 
 
 def reduce_batch(packer: Packer, batch: DataProto) -> Any:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import builtins
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from mooncake_ray.data import ops
 from mooncake_ray.data.conversions import Conversions
 from mooncake_ray.data.equality import values_equal
 from mooncake_ray.data.indices import RowIndex, row_numbers
 from mooncake_ray.data.item import DataProtoItem
+from mooncake_ray.data.lazy import Columns, load_columns
 from mooncake_ray.data.meta import join_meta
 from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.data.reports import Reports
@@ -36,7 +36,8 @@ class DataProto(Reshaping, Conversions, Reports):
     is changed, `concat` never converts a tensor, and numbers of rows are checked. `all_gather_data_proto` is left out.
 
     Attributes:
-        batch: Dense tensors of shape (rows, ...), of any dtype, and ragged columns. A jagged tensor becomes a ragged column.
+        batch: Dense tensors of shape (rows, ...), of any dtype, and ragged columns. A jagged tensor becomes a ragged column. A mapping, as
+            `non_tensor_batch`: columns that came out of a store are loaded when they are first touched.
         non_tensor_batch: Arrays of shape (rows, ...), of any dtype, often object.
         meta_info: Values that belong to no row.
     """
@@ -54,10 +55,33 @@ class DataProto(Reshaping, Conversions, Reports):
         Raises:
             SchemaError: See `check_consistency`.
         """
-        self.batch: dict[str, Any] = ops.own_columns(batch, "batch")
-        self.non_tensor_batch: dict[str, np.ndarray] = ops.own_dict(non_tensor_batch, "non_tensor_batch")
+        self.batch: Columns = ops.own_columns(batch, "batch")
+        self.non_tensor_batch: Columns = ops.own_columns(non_tensor_batch, "non_tensor_batch")
         self.meta_info: dict[str, Any] = ops.own_dict(meta_info, "meta_info")
         self.check_consistency()
+
+    @classmethod
+    def _of(cls, batch: Columns, non_tensor_batch: Columns, meta_info: dict[str, Any]) -> Self:
+        """What is known to be consistent, unchecked."""
+        out = cls.__new__(cls)
+        out.batch, out.non_tensor_batch, out.meta_info = batch, non_tensor_batch, meta_info
+        return out
+
+    def load(self, names: Iterable[str] | None = None) -> Self:
+        """Loads columns that are still in the store, their bytes by one vectored request, and returns this batch.
+
+        A pending column is otherwise loaded when it is first touched. Rows of pending columns are selected, and batches of them joined and
+        passed on, without loading them.
+
+        Args:
+            names: which columns; None for all.
+
+        Raises:
+            CorruptBlockError: the stored bytes are damaged.
+        """
+        names = None if names is None else set(ops.as_names(names))
+        load_columns([self.batch, self.non_tensor_batch], names)
+        return self
 
     @classmethod
     def from_dict(
@@ -136,8 +160,8 @@ class DataProto(Reshaping, Conversions, Reports):
         """
         if not isinstance(other, DataProto):
             return False
-        mine = (self.batch, self.non_tensor_batch, self.meta_info)
-        theirs = (other.batch, other.non_tensor_batch, other.meta_info)
+        mine = (dict(self.batch), dict(self.non_tensor_batch), self.meta_info)
+        theirs = (dict(other.batch), dict(other.non_tensor_batch), other.meta_info)
         return values_equal(mine, theirs, exact=True)
 
     def __getitem__(self, item: Any) -> Any:
@@ -175,8 +199,8 @@ class DataProto(Reshaping, Conversions, Reports):
         if step is not None and step < 1:
             raise ValueError(f"step must be at least 1, got {step}")
         rows = builtins.slice(start, end, step)
-        tensors = {name: ops.slice_rows(column, rows) for name, column in self.batch.items()}
-        arrays = {name: ops.slice_rows(array, rows) for name, array in self.non_tensor_batch.items()}
+        tensors = {name: ops.slice_rows(column, rows) for name, column in self.batch.peeks().items()}
+        arrays = {name: ops.slice_rows(array, rows) for name, array in self.non_tensor_batch.peeks().items()}
         return type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=self.meta_info)
 
     def select_idxs(self, idxs: RowIndex) -> Self:
@@ -194,8 +218,8 @@ class DataProto(Reshaping, Conversions, Reports):
         return self._take(row_numbers(idxs, len(self)))
 
     def _take(self, numbers: np.ndarray) -> Self:
-        tensors = {name: ops.take_rows(column, numbers) for name, column in self.batch.items()}
-        arrays = {name: ops.take_rows(array, numbers) for name, array in self.non_tensor_batch.items()}
+        tensors = {name: ops.take_rows(column, numbers) for name, column in self.batch.peeks().items()}
+        arrays = {name: ops.take_rows(array, numbers) for name, array in self.non_tensor_batch.peeks().items()}
         return type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=self.meta_info)
 
     def select(
@@ -359,37 +383,7 @@ class DataProto(Reshaping, Conversions, Reports):
         rows = np.arange(len(self))
         return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[Self]:
-        """Iterates over mini-batches.
-
-        Args:
-            mini_batch_size: Rows of a mini-batch; must divide the rows of this batch.
-            epochs: How often to go over all rows.
-            seed: Seeds the order. It has an effect only if `dataloader_kwargs` asks for shuffling.
-            dataloader_kwargs: More arguments of `torch.utils.data.DataLoader`, as `shuffle=True`.
-
-        Returns:
-            An iterator of rows * epochs / mini_batch_size batches of copied rows.
-        """
-        if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(f"mini_batch_size must be positive and divide the {len(self)} rows, got {mini_batch_size}")
-        # A loader of row numbers draws the same order as one of rows, and needs no joining of rows.
-        loader: Iterable[list[int]] = DataLoader(
-            range(len(self)),  # type: ignore[arg-type]
-            batch_size=mini_batch_size,
-            collate_fn=list,
-            generator=None if seed is None else torch.Generator().manual_seed(seed),
-            **(dataloader_kwargs or {}),
-        )
-        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
-
     def to(self, device: torch.device | str | int) -> Self:
         """Moves the tensor columns to a device, in place, and returns this batch."""
-        self.batch = {name: ops.to_device(column, device) for name, column in self.batch.items()}
+        self.batch = Columns({name: ops.to_device(column, device) for name, column in self.batch.items()})
         return self

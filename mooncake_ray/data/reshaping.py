@@ -1,13 +1,14 @@
-"""What changes the number of rows of a batch: padding, repeating, cutting rows into several."""
+"""What gives batches of other numbers of rows: padding, repeating, cutting rows into several, mini-batches."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from mooncake_ray.data import ops
 from mooncake_ray.data.ragged import Ragged
@@ -132,10 +133,40 @@ class Reshaping:
         def unfold(fields: Any) -> dict[str, Any]:
             return {
                 name: _cut_rows(name, column, n_split) if name in split else ops.take_rows(column, numbers)
-                for name, column in fields.items()
+                for name, column in ops.held(fields).items()
             }
 
         return type(self)(batch=unfold(self.batch), non_tensor_batch=unfold(self.non_tensor_batch), meta_info=self.meta_info)  # type: ignore[call-arg]
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Self]:
+        """Iterates over mini-batches.
+
+        Args:
+            mini_batch_size: Rows of a mini-batch; must divide the rows of this batch.
+            epochs: How often to go over all rows.
+            seed: Seeds the order. It has an effect only if `dataloader_kwargs` asks for shuffling.
+            dataloader_kwargs: More arguments of `torch.utils.data.DataLoader`, as `shuffle=True`.
+
+        Returns:
+            An iterator of rows * epochs / mini_batch_size batches of copied rows.
+        """
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise ValueError(f"mini_batch_size must be positive and divide the {len(self)} rows, got {mini_batch_size}")
+        # A loader of row numbers draws the same order as one of rows, and needs no joining of rows.
+        loader: Iterable[list[int]] = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]
+            batch_size=mini_batch_size,
+            collate_fn=list,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
+            **(dataloader_kwargs or {}),
+        )
+        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
 
 
 def _cut_rows(name: str, column: Any, n: int) -> Any:

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from mooncake_ray.data import DataProto
-from mooncake_ray.data.lazy import Columns
-from mooncake_ray.data.packed import pack, stored_only
+from mooncake_ray.data.lazy import Columns, load_columns
+from mooncake_ray.data.packed import pack
 from mooncake_ray.data.ragged import Ragged
+from mooncake_ray.store.frameworks import stored_only
 from mooncake_ray.store.packing import Packer
 
 __all__ = ["reduce_batch"]
@@ -54,8 +55,7 @@ def _rebuild(cls: type, batch: dict[str, Any], arrays: dict[str, Any], table: An
     columns, others = Columns(batch), Columns(arrays)
     if stored_only():
         return DataProto._of(columns, others, state["meta_info"])
-    columns.load()
-    others.load()
+    load_columns([columns, others])
     out = cls.__new__(cls)
     out.__dict__.update(state, batch=_table(columns, *table) if table else None, non_tensor_batch=dict(others))
     return out

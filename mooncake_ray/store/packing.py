@@ -230,7 +230,7 @@ class Packer:
                 and tensor.device.type == "cpu"
                 and tensor.nbytes >= self.smallest
                 and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
-                and tensor._backward_hooks is None
+                and not tensor._backward_hooks
                 and not hasattr(tensor, "__tensor_flatten__")
             )
         except (RuntimeError, NotImplementedError):  # a wrapper without storage

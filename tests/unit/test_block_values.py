@@ -13,7 +13,6 @@ import math
 import pickle
 import struct
 import sys
-import types
 import uuid
 from dataclasses import dataclass
 
@@ -85,6 +84,8 @@ def same(a, b) -> bool:
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, complex) and not isinstance(a, np.generic):
         return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, Record):
+        return same([a.a, a.b], [b.a, b.b])
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
@@ -259,11 +260,12 @@ def columns(draw):
     """Rows that are alike, as those of a batch are: of one or two kinds, at some depth."""
     few = draw(st.lists(st.sampled_from(sorted(MEMBERS)), min_size=1, max_size=2))
     inner = st.one_of([MEMBERS[name] for name in few])
-    for shape in draw(st.lists(st.sampled_from(["list", "tuple", "pair", "struct", "map", "structs", "nullable"]), max_size=3)):
+    for shape in draw(st.lists(st.sampled_from(["list", "tuple", "pair", "record", "struct", "map", "structs", "nullable"]), max_size=3)):
         inner = {
             "list": st.lists(inner, max_size=4),
             "tuple": st.lists(inner, max_size=4).map(tuple),
             "pair": st.lists(inner, min_size=2, max_size=2),
+            "record": st.tuples(inner, st.integers(0, 9)),
             "struct": st.fixed_dictionaries({"a": inner, "b": inner, 3: st.integers(0, 9)}),
             "map": st.dictionaries(keys, inner, max_size=3),
             "structs": st.one_of(st.fixed_dictionaries({"a": inner, "b": inner}), st.fixed_dictionaries({"b": inner, "a": inner})),
@@ -305,6 +307,8 @@ TRAPS = {
     "None in lists of floats": [[None, -0.5], [0.25], None, []],
     "None next to dicts": [None, {"a": 1}, {"a": None}],
     "tuples in dicts": [{"a": (1, 2), "b": ((), [()])}, {"a": (3,), "b": ((4,), [])}],
+    "records of several kinds": [(1, "a", None)] * 3 + [(n, str(n), n / 3) for n in range(20)],
+    "records as lists": [[n, True, (n, "x")] for n in range(20)],
     "int keys": [{1: "a", 2: "b"}, {2: "c", 1: "d"}],
     "keys that are equal": [{1: "a"}, {True: "b"}, {1.0: "c"}, {0.0: 1}, {-0.0: 1}],
     "NaN keys": [{float("nan"): 1, float("nan"): 2}, {float("nan"): 3, float("nan"): 4}],
@@ -471,10 +475,11 @@ def ragged(make) -> list:
         ([torch.full((n, 4), n, dtype=torch.bfloat16) for n in LENGTHS], 8 * ITEMS + OFFSETS),
         ([torch.full((3, 4), n, dtype=torch.int32) for n in LENGTHS], 48 * ROWS),
         ([n if n % 2 else n / 2 for n in range(ROWS)], ROWS * (1 + 2 + 1 + 2)),
+        ([[(0.1 * m, m, None) for m in range(n)] for n in LENGTHS], (8 + 1) * ITEMS + OFFSETS),
     ],
     ids=[
         *("tokens", "uint8", "int8", "mask", "ones", "zeros", "trues", "float32", "float64", "pairs", "tuples", "nulls", "roles", "uuids"),
-        *("structs", "scalars", "arrays", "tensors", "shape", "union"),
+        *("structs", "scalars", "arrays", "tensors", "shape", "union", "records"),
     ],
 )  # fmt: skip
 def test_size(rows, nbytes):
@@ -547,17 +552,27 @@ class Handle:
         return Handle, ()
 
 
-@pytest.mark.parametrize("where", [lambda h: h, lambda h: [h], lambda h: {"a": (1, h)}, lambda h: Record(1, [h]), lambda h: lambda: h])
-def test_handles_that_ray_counts_are_refused(where, monkeypatch):
-    class Ref(Handle):
-        pass
+WHERE = {
+    "as it is": lambda handle: handle,
+    "in a list": lambda handle: [handle],
+    "in a tuple in a dict": lambda handle: {"a": (1, handle)},
+    "as a key": lambda handle: {handle: 1},
+    "in an object": lambda handle: Record(1, [handle]),
+    "in a closure": lambda handle: lambda: handle,
+    "in an array": lambda handle: np.array([handle, None], object),
+}
 
-    check_rows = [where(Handle())]
-    Block(check_rows).read()
-    monkeypatch.setitem(sys.modules, "ray.actor", types.SimpleNamespace(ActorHandle=Ref))
-    out = Builder()
-    with pytest.raises(values.NotStorable, match="Ref"):
-        values.encode([1, where(Ref())], out)
+
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE.keys())
+def test_handles_that_ray_counts_are_refused(where, monkeypatch):
+    import ray
+
+    with pytest.raises(values.NotStorable, match="ObjectRef"):
+        values.encode([1, where(ray.ObjectRef(b"r" * 28))], Builder())
+    Block([1, where(Handle())]).read()
+    monkeypatch.setattr(sys.modules["ray.actor"], "ActorHandle", Handle)  # to make a real one takes a cluster
+    with pytest.raises(values.NotStorable, match="Handle"):
+        values.encode([1, where(Handle())], Builder())
 
 
 def test_what_cannot_be_pickled_says_so():
@@ -601,6 +616,7 @@ SAMPLES = [
     [7, 7],
     [[1, 2], [3]] * 3,
     [True, False, True],
+    [(n, "a" * n) for n in range(9)],
 ]
 
 

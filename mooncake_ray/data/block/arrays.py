@@ -8,14 +8,13 @@ arrays, tensors  raw row-major items of all rows, one row after the other, in `b
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from mooncake_ray.data import kernels
 from mooncake_ray.data.block.chunk import Builder, Chunk
 from mooncake_ray.data.block.node import Node, corrupt, decoder, items, lengths, narrow, natural, number_type, spans, typed
 from mooncake_ray.data.block.read import Read, Runs, Steps, together
@@ -40,9 +39,9 @@ def array_group(array: np.ndarray) -> Any:
 def encode_arrays(values: list[np.ndarray], out: Builder) -> Node:
     """Encodes exact arrays of one group."""
     name, _, fortran, writeable = array_group(values[0])
-    rows = [value.T if fortran else value for value in values]
-    fields = _encode_shapes([row.shape for row in rows], out)
-    chunk = _chunk([np.ascontiguousarray(row) for row in rows])
+    rows = [np.ascontiguousarray(value.T if fortran else value) for value in values]
+    fields = _encode_shapes([value.T.shape if fortran else value.shape for value in values], out)
+    chunk = _chunk(rows, [row.ctypes.data for row in rows], [row.nbytes for row in rows])
     return {"kind": "arrays", **fields, "dtype": name, "fortran": fortran, "writeable": writeable, "buffer": out.add(chunk)}
 
 
@@ -68,7 +67,7 @@ def tensor_group(tensor: torch.Tensor) -> Any:
         and tensor.device.type == "cpu"
         and not (tensor.is_quantized or tensor.is_nested or tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         and not tensor.__dict__
-        and tensor._backward_hooks is None
+        and not tensor._backward_hooks
     )
     return (tensor.dtype, tensor.ndim) if plain else None
 
@@ -76,13 +75,10 @@ def tensor_group(tensor: torch.Tensor) -> Any:
 def encode_tensors(values: list[torch.Tensor], out: Builder) -> Node:
     """Encodes exact tensors of one group. They come back row-major."""
     name = str(values[0].dtype).removeprefix("torch.")
-    rows = [tensor_bytes(tensor) for tensor in values]
-    return {
-        "kind": "tensors",
-        **_encode_shapes([tuple(value.shape) for value in values], out),
-        "dtype": name,
-        "buffer": out.add(_chunk(rows)),
-    }
+    rows = [value.contiguous() for value in values]
+    fields = _encode_shapes([tuple(row.shape) for row in rows], out)
+    chunk = _chunk(rows, [row.data_ptr() for row in rows], [row.nbytes for row in rows])
+    return {"kind": "tensors", **fields, "dtype": name, "buffer": out.add(chunk)}
 
 
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -103,25 +99,16 @@ def _decode_tensors(node: Node, runs: Runs) -> Steps[list[torch.Tensor]]:
         return [torch.empty(shape, dtype=dtype) for _, _, shape in places]
     if not data.flags.writeable:
         data = data.copy()
-    flat = torch.from_numpy(data).view(dtype)
-    return [flat[a:b].view(shape) for a, b, shape in places]
+    rows = torch.from_numpy(data).view(dtype).split_with_sizes([b - a for a, b, _ in places])
+    return [row.view(shape) if len(shape) != 1 else row for row, (_, _, shape) in zip(rows, places, strict=True)]
 
 
-def _chunk(rows: list[np.ndarray]) -> Chunk:
-    """The bytes of contiguous arrays, one after the other."""
-    nbytes = sum(row.nbytes for row in rows)
-    flat = [row.reshape(-1).view(np.uint8) for row in rows if row.nbytes]
-    if len(flat) == 1:
-        return Chunk(nbytes, flat[0], address=flat[0].ctypes.data)
-    return Chunk(nbytes, flat, write=_joiner(flat, nbytes))
-
-
-def _joiner(flat: list[np.ndarray], nbytes: int) -> Callable[[int], None]:
-    def write(address: int) -> None:
-        if flat:
-            np.concatenate(flat, out=np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8))
-
-    return write
+def _chunk(owner: Any, addresses: list[int], sizes: list[int]) -> Chunk:
+    """Pieces of memory, one after the other."""
+    if len(sizes) == 1:
+        return Chunk(sizes[0], owner, address=addresses[0])
+    starts, nbytes = np.array(addresses, np.int64), np.array(sizes, np.int64)
+    return Chunk(int(nbytes.sum()), owner, write=lambda to: kernels.gather(0, starts, nbytes, to))
 
 
 def _encode_shapes(shapes: list[Shape], out: Builder) -> Node:

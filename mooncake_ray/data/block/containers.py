@@ -8,13 +8,13 @@ map          any dicts: lists of keys and values, side by side
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from mooncake_ray._native import dicts
 from mooncake_ray.data.block import python_lists, scalars
 from mooncake_ray.data.block.chunk import Builder
 from mooncake_ray.data.block.indirect import encode_union
@@ -35,11 +35,35 @@ _MOST_GROUPS = 32
 def encode_lists(values: list[Any], kind: str, inner: Encode, out: Builder) -> Node:
     """Encodes exact lists, or exact tuples. `inner` encodes the items."""
     found = python_lists.scan(values, True)
+    width = len(values[0])
+    if _is_mixed(found.flags) and width * _ROWS_A_CHILD <= len(values) and (found.lengths == width).all():
+        return {
+            "kind": "record",
+            "rows": len(values),
+            "of": kind,
+            "children": [inner(list(map(itemgetter(place), values))) for place in range(width)],
+        }
     fields = {"kind": kind, "rows": len(values), **lengths(found.lengths, out)}
     child = None
     if not found.flags & ~(BOOL | FLOAT | INT):
         child = scalars.encode_numbers(values, True, found, out)
     return {**fields, "child": inner(list(chain.from_iterable(values))) if child is None else child}
+
+
+def _is_mixed(flags: int) -> bool:
+    """Whether items are of more than one kind, None apart."""
+    flags &= ~NONE
+    return flags & (flags - 1) != 0
+
+
+@decoder("record")
+def _decode_records(node: Node, runs: Runs) -> Steps[list[Any]]:
+    children, rows = node.get("children"), natural(node, "rows")
+    if not isinstance(children, list) or not children or node.get("of") not in ("list", "tuple"):
+        raise corrupt("a record node has no children, or is of neither lists nor tuples")
+    columns = yield from together([decode(_child({"child": child}, "child", rows), runs) for child in children])
+    records = zip(*columns, strict=True)
+    return list(records if node["of"] == "tuple" else map(list, records))
 
 
 @decoder("list")
@@ -52,6 +76,9 @@ def _decode_lists(node: Node, runs: Runs) -> Steps[list[Any]]:
         check_within(inner, child["rows"], child["kind"])
         return python_lists.numbers_from((yield from scalars.numbers(child, inner)), edges, as_tuple)
     flat = yield from decode(child, inner)
+    if child["kind"] in ("const", "none") and flat and flat[0] is flat[-1]:
+        one = tuple(flat[:1]) if as_tuple else flat[:1]
+        return [one * count for count in np.diff(edges).tolist()]
     bounds = edges.tolist()
     if as_tuple:
         return [tuple(flat[a:b]) for a, b in pairwise(bounds)]
@@ -68,13 +95,12 @@ def _child(node: Node, name: str, rows: int) -> Node:
 
 def encode_dicts(values: list[dict[Any, Any]], inner: Encode, out: Builder) -> Node:
     """Encodes exact dicts: structs, a union of a few kinds of structs, or a map. `inner` encodes their keys and values."""
-    signatures = _signatures(values)
-    groups = {} if signatures is None else {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
-    if len(groups) == 1 and len(values[0]) <= max(_FEW_KEYS, len(values) // _ROWS_A_CHILD):
-        return _encode_structs(values, inner, out)
-    if 1 < len(groups) <= _MOST_GROUPS and sum(map(len, groups)) * _ROWS_A_CHILD <= len(values):
-        tags = np.fromiter(map(groups.__getitem__, signatures or ()), np.uint8, len(values))
-        return encode_union(values, tags, [partial(_encode_structs, inner=inner, out=out)] * len(groups), out)
+    rows = len(values)
+    if len(values[0]) <= max(_FEW_KEYS, rows // _ROWS_A_CHILD) and (parts := dicts.columns(values)):
+        return _encode_struct(rows, *parts, inner)
+    groups, tags = _groups(values)
+    if groups and sum(map(len, groups)) * _ROWS_A_CHILD <= rows:
+        return encode_union(values, tags, [lambda group: _encode_struct(len(group), *dicts.columns(group), inner)] * len(groups), out)
     counts = np.fromiter(map(len, values), np.int64, len(values))
     fields = {"kind": "map", "rows": len(values), **lengths(counts, out)}
     fields["keys"] = inner(list(chain.from_iterable(values)))
@@ -82,20 +108,19 @@ def encode_dicts(values: list[dict[Any, Any]], inner: Encode, out: Builder) -> N
     return fields
 
 
-def _signatures(values: list[dict[Any, Any]]) -> list[Any] | None:
-    """What dicts with the same keys in the same order have in common; None where keys that are equal need not be the same."""
-    flags = python_lists.kinds(list(chain.from_iterable(values)))
-    if flags & ~_PLAIN_KEYS:
-        return None
-    if flags & (flags - 1) == 0:
-        return list(map(tuple, values))
-    return [tuple(chain(value, map(type, value))) for value in values]
+def _groups(values: list[dict[Any, Any]]) -> tuple[list[tuple[Any, ...]], np.ndarray]:
+    """The keys of dicts, and which of them each has (uint8); no keys where there are too many, or equal ones need not be the same."""
+    if python_lists.kinds(list(chain.from_iterable(values))) & ~_PLAIN_KEYS:
+        return [], np.empty(0, np.uint8)
+    signatures = [(*value, *map(type, value)) for value in values]  # True equals 1
+    groups = {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
+    if len(groups) > _MOST_GROUPS:
+        return [], np.empty(0, np.uint8)
+    return list(groups), np.fromiter(map(groups.__getitem__, signatures), np.uint8, len(values))
 
 
-def _encode_structs(values: list[dict[Any, Any]], inner: Encode, out: Builder) -> Node:
-    keys = list(values[0])
-    children = [inner(list(map(itemgetter(key), values))) for key in keys]
-    return {"kind": "struct", "rows": len(values), "keys": inner(keys), "children": children}
+def _encode_struct(rows: int, keys: list[Any], columns: list[list[Any]], inner: Encode) -> Node:
+    return {"kind": "struct", "rows": rows, "keys": inner(keys), "children": [inner(column) for column in columns]}
 
 
 @decoder("struct")
@@ -108,9 +133,8 @@ def _decode_structs(node: Node, runs: Runs) -> Steps[list[dict[Any, Any]]]:
     parts = [decode(names, Runs.span(0, len(children)))]
     parts += [decode(_child({"child": child}, "child", rows), runs) for child in children]
     keys, *columns = yield from together(parts)
-    if not columns:
-        return [{} for _ in range(runs.total)]
-    return [_dict(keys, row) for row in zip(*columns, strict=True)]
+    _dict(keys, keys)
+    return dicts.dicts(keys, columns, runs.total)
 
 
 @decoder("map")

@@ -28,6 +28,26 @@ class Field:
     """What it was: `tensor`, `ragged`, `array` (numbers) or `objects` (an array of objects)."""
     node: dict[str, Any]
 
+    @property
+    def dtype(self) -> str:
+        """Of its numbers; `object` for other values."""
+        node = self.node
+        while "child" in node:
+            node = node["child"]
+        return str(node.get("dtype", "object"))
+
+    @property
+    def row_shape(self) -> tuple[int | None, ...]:
+        """Shape of a row, None for a ragged dimension."""
+        node, levels = self.node, 0
+        if node["kind"] != "ragged":
+            return tuple(node.get("shape", ()))
+        while "child" in node:
+            node, levels = node["child"], levels + 1
+        shape: list[int | None] = list(node["tail"])
+        shape.insert(self.node["dim"] if not levels else 0, None)
+        return (*(None,) * levels, *shape)
+
 
 @dataclass(frozen=True)
 class Index:

@@ -8,7 +8,8 @@ shared, dictionary  `index` of each row in `values`: rows that are one object, o
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import compress
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ _POSITIONS = [["const", "int"], *(["ints", name] for name in ("uint8", "uint16",
 
 def encode_nullable(values: list[Any], fillers: Callable[[], Any], inner: Encode, out: Builder) -> Node:
     """Encodes values of which some are None; `fillers` makes what stands for a None."""
-    valid = np.fromiter((value is not None for value in values), bool, len(values))
+    valid = np.fromiter(map(is_not, values, repeat(None)), bool, len(values))
     filled = [fillers() if value is None else value for value in values]
     return {"kind": "nullable", "rows": len(values), "valid": pack_bits(valid, out), "child": inner(filled)}
 
@@ -73,13 +74,14 @@ def _decode_union(node: Node, runs: Runs) -> Steps[list[Any]]:
 
 def encode_shared(values: list[Any], inner: Encode, out: Builder) -> Node | None:
     """Encodes values of which some are one object, so that they are one object again; None if all are different."""
-    numbers: dict[int, int] = {}
-    places = [numbers.setdefault(id(value), len(numbers)) for value in values]
-    if len(numbers) == len(values):
+    ids = list(map(id, values))
+    distinct = dict(zip(ids, values, strict=True))
+    if len(distinct) == len(ids):
         return None
-    first = dict(zip(reversed(places), reversed(values), strict=True))
-    distinct = [first[number] for number in range(len(numbers))]
-    return {"kind": "shared", "rows": len(values), "index": encode_positions(np.array(places, np.int64), out), "values": inner(distinct)}
+    place = dict(zip(distinct, range(len(distinct)), strict=True))
+    places = np.fromiter(map(place.__getitem__, ids), np.int64, len(ids))
+    node = {"kind": "shared", "rows": len(values), "index": encode_positions(places, out)}
+    return {**node, "values": inner(list(distinct.values()))}
 
 
 @decoder("shared")
