@@ -16,7 +16,7 @@ cdef extern from *:
     """
     #include "columns/pack.h"
     #include "columns/pages.h"
-    #include "columns/parallel.h"
+    #include "parallel.h"
     #include "columns/prove.h"
     #include "columns/unpack.h"
     static inline mcr::Cells mcr_cells(uintptr_t at, int64_t rows, int64_t width, int64_t stride, int64_t item) {
@@ -64,7 +64,7 @@ cdef extern from * namespace "mcr" nogil:
     void c_fill_spans "mcr::fill_spans"(const CCells&, const CSpans&, const byte* inside, const byte* outside) except +
     void c_fill_last "mcr::fill_last"(const CCells&, const CSpans&, const byte* values) except +
     void c_fill_positions "mcr::fill_positions"(const CCells&, const CSpans&) except +
-    void c_set_threads "mcr::set_threads"(unsigned threads)
+    void c_set_cores "mcr::set_cores"(unsigned cores)
     cdef cppclass CPages "mcr::Pages":
         CPages(size_t bytes) except +
         byte* data()
@@ -280,9 +280,9 @@ def fill_positions(cells, const int64_t[::1] starts, const int64_t[::1] lengths)
         c_fill_positions(c, spans)
 
 
-def set_threads(unsigned threads):
-    """At most so many threads for one call; 0 for what the machine has."""
-    c_set_threads(threads)
+def set_cores(unsigned cores):
+    """How many cores there shall be, for tests; 0 for what the machine has."""
+    c_set_cores(cores)
 
 
 cdef class Pages:

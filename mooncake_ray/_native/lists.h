@@ -49,16 +49,23 @@ inline void prefetch(const Items& items, Py_ssize_t i) {
   if (i + kAhead < items.n) __builtin_prefetch(items.at[i + kAhead]);
 }
 
-// Of an exact int: whether it is a small one, and its value. A quick way for most.
+// Of an exact int: whether it is one of those that are read here, and its value. A quick way for most: those of less than 60 bits, or from
+// Python 3.12 on, where it is asked for them, those of one digit.
 inline bool small_int(PyObject* o, int64_t* value) {
   auto* v = reinterpret_cast<PyLongObject*>(o);
 #if PY_VERSION_HEX >= 0x030C0000
   if (!PyUnstable_Long_IsCompact(v)) return false;
   *value = PyUnstable_Long_CompactValue(v);
 #else
-  const Py_ssize_t size = Py_SIZE(v);
-  if (size_t(size + 1) > 2) return false;
-  *value = int64_t(size) * int64_t(v->ob_digit[0]);
+  const Py_ssize_t size = Py_SIZE(v);  // digits, negative for a negative int
+  if (size_t(size + 1) <= 2) {
+    *value = int64_t(size) * int64_t(v->ob_digit[0]);
+    return true;
+  }
+  if (size != 2 && size != -2) return false;
+  static_assert(2 * PyLong_SHIFT < 64);
+  const int64_t most = int64_t(v->ob_digit[1]) << PyLong_SHIFT | int64_t(v->ob_digit[0]);
+  *value = size < 0 ? -most : most;
 #endif
   return true;
 }

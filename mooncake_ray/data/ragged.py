@@ -158,7 +158,10 @@ class Ragged:
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
             if not -len(self) <= item < len(self):
                 raise IndexError(f"row {item} is out of range for {len(self)} rows")
-            return next(iter(self[item % len(self) :][:1]))
+            row = int(item) % len(self)
+            if self.valid is not None and not self.valid[row]:
+                return None
+            return self._row(*self.offsets[row : row + 2].tolist())
         return self.select_idxs(item)
 
     def __iter__(self) -> Iterator[Any]:
@@ -166,8 +169,11 @@ class Ragged:
         bounds = self.offsets.tolist()
         marks = ragged_rows.marks(self).tolist()
         for start, stop, mark in zip(bounds[:-1], bounds[1:], marks, strict=True):
-            row = self.values[start:stop] if mark else None
-            yield row.movedim(0, self.ragged_dim) if mark and self.ragged_dim else row
+            yield self._row(start, stop) if mark else None
+
+    def _row(self, start: int, stop: int) -> Any:
+        row = self.values[start:stop]
+        return row.movedim(0, self.ragged_dim) if self.ragged_dim else row
 
     def select_idxs(self, idxs: RowIndex) -> Ragged:
         """Rows by number (negative ones count from the end) or by mask, in that order and as often as given.

@@ -119,9 +119,14 @@ def in_memory(values: torch.Tensor) -> bool:
 
 def join_items(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """All items in new memory, bit by bit."""
-    if any(part.requires_grad for part in parts):
+    if any(part.requires_grad or part.device.type != "cpu" for part in parts):
         return torch.cat(list(parts))
-    return torch.cat([as_ints(part) for part in parts]).view(parts[0].dtype)
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    raw = kernels.empty(sum(part.nbytes for part in parts))
+    pieces = [flat_bytes(part) for part in parts]
+    addresses = np.array([piece.data_ptr() for piece in pieces], np.int64)
+    kernels.gather(0, addresses, np.array([piece.nbytes for piece in pieces], np.int64), raw.ctypes.data)
+    return from_bytes(raw, parts[0].dtype, shape)
 
 
 def same_bits(a: Any, b: Any) -> bool:

@@ -2,7 +2,7 @@
 #include "columns/loops.h"
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 
 namespace mcr {
 namespace {

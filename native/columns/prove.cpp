@@ -123,7 +123,7 @@ bool rows_equal(const Cells& a, const Cells& b) {
         if (std::memcmp(a.at + r * a.stride, b.at + r * b.stride, size_t(one.width))) return false;
       return true;
     });
-  return parallel(size_t(one.rows * pieces), size_t(one.rows * one.width), [&](size_t i) {
+  return parallel(size_t(one.rows * pieces), threads_for(size_t(one.rows * one.width)), [&](size_t i) {
     const int64_t r = int64_t(i) / pieces, from = int64_t(i) % pieces * kPieceBytes;
     const size_t n = size_t(std::min(kPieceBytes, one.width - from));
     return std::memcmp(a.at + r * a.stride + from, b.at + r * b.stride + from, n) == 0;
@@ -142,7 +142,7 @@ bool all_equal(const Cells& c, const std::byte* value) {
         if (!values.all(c.at + r * c.stride, size_t(flat.width))) return false;
       return true;
     });
-  return parallel(size_t(flat.rows * pieces), size_t(flat.rows * flat.width * c.item), [&](size_t i) {
+  return parallel(size_t(flat.rows * pieces), threads_for(size_t(flat.rows * flat.width * c.item)), [&](size_t i) {
     const int64_t r = int64_t(i) / pieces, from = int64_t(i) % pieces * each;
     return values.all(c.at + r * c.stride + from * c.item, size_t(std::min(each, flat.width - from)));
   });

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "columns/cells.h"
-#include "columns/parallel.h"
+#include "parallel.h"
 
 namespace mcr {
 
@@ -13,7 +13,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <class F>
 bool over_rows(int64_t rows, int64_t row_bytes, F&& f) {
   const int64_t each = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, row_bytes));
-  return parallel(size_t(ceil_div(rows, each)), size_t(rows * row_bytes), [&](size_t i) {
+  return parallel(size_t(ceil_div(rows, each)), threads_for(size_t(rows * row_bytes)), [&](size_t i) {
     const int64_t first = int64_t(i) * each;
     return f(first, std::min(rows, first + each));
   });
@@ -37,7 +37,7 @@ template <class F>
 bool over_positions(const int64_t* offsets, int64_t rows, int64_t item, int64_t align, F&& f) {
   const int64_t zero = offsets[0], total = offsets[rows] - zero;
   const int64_t each = ceil_div(std::max<int64_t>(1, kPieceBytes / item), align) * align;
-  return parallel(size_t(ceil_div(total, each)), size_t(total * item), [&](size_t i) {
+  return parallel(size_t(ceil_div(total, each)), threads_for(size_t(total * item)), [&](size_t i) {
     const int64_t first = zero + int64_t(i) * each;
     return f(first, std::min(zero + total, first + each));
   });
@@ -68,7 +68,7 @@ bool over_cells(const Cells& c, const int64_t* starts, L&& length, F&& f) {
     });
   }
   const int64_t each = std::max<int64_t>(1, kPieceBytes / c.item), pieces = ceil_div(c.width, each);
-  return parallel(size_t(c.rows * pieces), size_t(c.rows * row_bytes), [&](size_t i) {
+  return parallel(size_t(c.rows * pieces), threads_for(size_t(c.rows * row_bytes)), [&](size_t i) {
     const int64_t r = int64_t(i) / pieces, from = int64_t(i) % pieces * each;
     return f(Part{r, c.at + r * c.stride, from, std::min(c.width, from + each), starts[r], length(r)});
   });

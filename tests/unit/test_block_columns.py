@@ -207,3 +207,56 @@ def test_damage_is_told():
         Handle(whole[:-8])
     with pytest.raises(CorruptBlockError, match="no batch"):
         Handle(np.zeros(100, np.uint8))
+
+
+@st.composite
+def ragged_columns(draw):
+    rows = draw(st.integers(0, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    long = np.array(draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows)), np.int64)
+    short = rng.integers(0, long + 1) if rows else long
+    tail = draw(st.sampled_from([(), (3,)]))
+
+    def column(lengths, dtype, kind):
+        total = int(lengths.sum())
+        raw = rng.integers(0, 256, (total, *tail, dtype.itemsize), dtype=np.uint8)
+        if kind == "small":
+            raw[..., 1:] = 0
+        values = (
+            torch.from_numpy(raw.reshape(-1)).view(dtype).reshape(total, *tail) if raw.size else torch.empty((total, *tail), dtype=dtype)
+        )
+        offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))))
+        if kind == "ones":
+            values = torch.ones((total, *tail), dtype=dtype) if not dtype.is_complex else values
+        valid = torch.from_numpy(lengths > 0) if kind == "nulls" else None
+        return Ragged(values, offsets, valid)
+
+    columns = {}
+    for number in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["random", "small", "ones", "nulls"]))
+        dtype = draw(st.sampled_from([torch.int64, torch.uint16, torch.float32, torch.bfloat16, torch.float8_e4m3fn]))
+        columns[f"c{number}"] = column(draw(st.sampled_from([long, short])), dtype, kind)
+    whole = column(long, torch.int64, "random")
+    columns["whole"] = whole
+    starts = whole.offsets[:-1]
+    for side, first in (("left", starts), ("right", whole.offsets[1:] - torch.from_numpy(short))):
+        pieces = [whole.values[int(f) : int(f) + int(n)] for f, n in zip(first, short, strict=True)]
+        columns[side] = Ragged(torch.cat(pieces) if pieces else whole.values[:0], torch.from_numpy(np.concatenate(([0], np.cumsum(short)))))
+    columns["cut"] = Ragged.concat([whole[1:], whole[:1]])[:rows] if rows else whole
+    if rows:
+        inner = column(np.array(rng.integers(0, 4, int(long.sum()) or 1), np.int64)[: int(long.sum())], torch.int32, "small")
+        columns["nested"] = Ragged(inner, torch.from_numpy(np.concatenate(([0], np.cumsum(long)))))
+    return {name: columns[name] for name in draw(st.permutations(list(columns)))}
+
+
+@settings(max_examples=200, deadline=None)
+@given(ragged_columns(), st.data())
+def test_any_ragged_columns_come_back_bit_for_bit(batch, data):
+    handle = stored(batch)
+    rows = data.draw(st.lists(st.integers(0, handle.index.rows - 1), max_size=8)) if handle.index.rows else []
+    for name, column in batch.items():
+        assert loaded(handle, name).equals(column), (name, handle.index.fields[name].node)
+        got = loaded(handle, name, np.array(rows, np.int64))
+        assert got.equals(column.select_idxs(np.array(rows, np.int64))), (name, handle.index.fields[name].node)
+    if int(batch["left"].lengths().sum()):
+        assert all("of" in handle.index.fields[name].node for name in ("left", "right")), "parts are not stored again"

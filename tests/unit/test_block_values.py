@@ -13,7 +13,6 @@ import math
 import pickle
 import struct
 import sys
-import types
 import uuid
 from dataclasses import dataclass
 
@@ -553,17 +552,27 @@ class Handle:
         return Handle, ()
 
 
-@pytest.mark.parametrize("where", [lambda h: h, lambda h: [h], lambda h: {"a": (1, h)}, lambda h: Record(1, [h]), lambda h: lambda: h])
-def test_handles_that_ray_counts_are_refused(where, monkeypatch):
-    class Ref(Handle):
-        pass
+WHERE = {
+    "as it is": lambda handle: handle,
+    "in a list": lambda handle: [handle],
+    "in a tuple in a dict": lambda handle: {"a": (1, handle)},
+    "as a key": lambda handle: {handle: 1},
+    "in an object": lambda handle: Record(1, [handle]),
+    "in a closure": lambda handle: lambda: handle,
+    "in an array": lambda handle: np.array([handle, None], object),
+}
 
-    check_rows = [where(Handle())]
-    Block(check_rows).read()
-    monkeypatch.setitem(sys.modules, "ray.actor", types.SimpleNamespace(ActorHandle=Ref))
-    out = Builder()
-    with pytest.raises(values.NotStorable, match="Ref"):
-        values.encode([1, where(Ref())], out)
+
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE.keys())
+def test_handles_that_ray_counts_are_refused(where, monkeypatch):
+    import ray
+
+    with pytest.raises(values.NotStorable, match="ObjectRef"):
+        values.encode([1, where(ray.ObjectRef(b"r" * 28))], Builder())
+    Block([1, where(Handle())]).read()
+    monkeypatch.setattr(sys.modules["ray.actor"], "ActorHandle", Handle)  # to make a real one takes a cluster
+    with pytest.raises(values.NotStorable, match="Handle"):
+        values.encode([1, where(Handle())], Builder())
 
 
 def test_what_cannot_be_pickled_says_so():

@@ -21,9 +21,9 @@ FENCE = 0xA5
 
 @pytest.fixture(scope="module", params=[1, 3], autouse=True)
 def threads(request):
-    columns.set_threads(request.param)
+    columns.set_cores(request.param)
     yield
-    columns.set_threads(0)
+    columns.set_cores(0)
 
 
 def address(array):

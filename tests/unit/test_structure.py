@@ -29,7 +29,7 @@ MAY_IMPORT = {  # third parties, at module level, by level
     2: {"numpy", "torch"},
     4: {"numpy", "ray"},
 }
-MAY_ONLY_IMPORT = {"cli": set(), "testing": {"pytest"}}  # whatever their level
+MAY_ONLY_IMPORT = {"cli": set(), "integrations": {"numpy", "ray", "torch"}, "testing": {"pytest"}}  # whatever their level
 STANDARD = set(__import__("sys").stdlib_module_names)
 
 

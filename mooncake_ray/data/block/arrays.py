@@ -67,7 +67,7 @@ def tensor_group(tensor: torch.Tensor) -> Any:
         and tensor.device.type == "cpu"
         and not (tensor.is_quantized or tensor.is_nested or tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         and not tensor.__dict__
-        and tensor._backward_hooks is None
+        and not tensor._backward_hooks
     )
     return (tensor.dtype, tensor.ndim) if plain else None
 
@@ -99,8 +99,8 @@ def _decode_tensors(node: Node, runs: Runs) -> Steps[list[torch.Tensor]]:
         return [torch.empty(shape, dtype=dtype) for _, _, shape in places]
     if not data.flags.writeable:
         data = data.copy()
-    flat = torch.from_numpy(data).view(dtype)
-    return [flat[a:b].view(shape) for a, b, shape in places]
+    rows = torch.from_numpy(data).view(dtype).split_with_sizes([b - a for a, b, _ in places])
+    return [row.view(shape) if len(shape) != 1 else row for row, (_, _, shape) in zip(rows, places, strict=True)]
 
 
 def _chunk(owner: Any, addresses: list[int], sizes: list[int]) -> Chunk:

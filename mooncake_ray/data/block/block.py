@@ -67,7 +67,7 @@ def encode(rows: int, batch: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
             elif form == "tensor" or column.dtype != object or column.ndim != 1 or type(column) is not np.ndarray:
                 left[name] = column
     nodes = encoder.dense(grids)
-    for name, column in batch.items():
+    for name, column in sorted(batch.items(), key=_items, reverse=True):  # parts after what they are parts of
         if isinstance(column, Ragged):
             node = ragged_columns.encode(name, column, encoder)
             if node is None:
@@ -90,6 +90,11 @@ def encode(rows: int, batch: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     sizes = [chunk.nbytes for chunk in chunks]
     index = dump(rows, fields, families, sizes)
     return Encoded(layout.layout_of(len(index), sizes, len(head.chunks), checksums), index, chunks, left)
+
+
+def _items(entry: tuple[str, Any]) -> int:
+    """How many items a ragged column has."""
+    return entry[1].span[1] - entry[1].span[0] if isinstance(entry[1], Ragged) else 0
 
 
 def column(index: Index, name: str, rows: Runs, form: str = "as-put") -> Steps[Any]:

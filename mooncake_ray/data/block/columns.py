@@ -112,22 +112,39 @@ class ColumnEncoder:
         flat = Plain(values.owner, values.address, (self.rows, 0, *values.shape[1:]), 0, values.dtype, values.item)
         if not cell:
             return {**node, "fill": "values", "wire": values.dtype, "at": self.out.add(np.empty(0, np.uint8))}
-        for other, (its, family) in self._ragged.items():
-            same = its.dtype == flat.dtype and its.shape == flat.shape and np.array_equal(family.lengths, lengths)
-            if same and (its.address == flat.address or _same_runs(flat, starts, its, family.starts, lengths, cell)):
-                return {**node, "of": other}
-        self._ragged[name] = flat, Family(lengths, starts, -1)
-        return {**node, **fill.encode(fill.Spans(flat, 0, self.rows, starts, lengths), self.out)}
+        for other, (its, at) in self._ragged.items():
+            if its.dtype == flat.dtype and its.tail == flat.tail and (side := _side_of(flat, starts, lengths, its, at)) is not None:
+                return {**node, "of": other, "side": side}
+        node.update(fill.encode(fill.Spans(flat, 0, self.rows, starts, lengths), self.out))
+        if node["fill"] == "values":
+            self._ragged[name] = flat, Family(lengths, starts, -1)
+        return node
 
 
-def _same_runs(a: Plain, a_starts: np.ndarray, b: Plain, b_starts: np.ndarray, lengths: np.ndarray, cell: int) -> bool:
-    """Whether two ragged columns of the same lengths hold the same bits. Only where both are without gaps, as they nearly always are."""
-    total = int(lengths.sum()) * cell
-    gapless = all((np.diff(starts) == lengths[:-1]).all() for starts in (a_starts, b_starts))
-    if not gapless or not total:
-        return gapless
-    at = (plain.address + int(starts[0]) * cell for plain, starts in ((a, a_starts), (b, b_starts)))
-    return kernels.rows_equal(*(Cells(address, 1, total, total, 1) for address in at))
+def _side_of(part: Plain, starts: np.ndarray, lengths: np.ndarray, whole: Plain, at: Family) -> str | None:
+    """On which side of another column's rows this one's are found, bit by bit; `left` for the same."""
+    if (lengths > at.lengths).any() or not lengths.any():
+        return None
+    mine = None
+    for side, first in (("left", at.starts), ("right", at.starts + at.lengths - lengths)):
+        row = int(np.argmax(lengths > 0))
+        if _span(part, starts[row], 1) != _span(whole, first[row], 1):
+            continue
+        mine = _packed(part, starts, lengths) if mine is None else mine
+        its = _packed(whole, first, lengths)
+        if kernels.rows_equal(*(Cells(c.ctypes.data, 1, c.nbytes, c.nbytes, 1) for c in (mine, its))):
+            return side
+    return None
+
+
+def _span(plain: Plain, first: int, length: int) -> bytes:
+    return _bytes_at(plain.address + int(first) * plain.cell, length * plain.cell)
+
+
+def _packed(plain: Plain, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    out = kernels.empty(int(lengths.sum()) * plain.cell)
+    kernels.pack(Cells(plain.address, len(starts), 0, 0, plain.cell), np.ascontiguousarray(starts), lengths, out.ctypes.data)
+    return out
 
 
 def _shape(plain: Plain) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def encode_lists(values: list[Any], kind: str, inner: Encode, out: Builder) -> N
             "kind": "record",
             "rows": len(values),
             "of": kind,
-            "children": [inner(list(column)) for column in zip(*values, strict=True)],
+            "children": [inner(list(map(itemgetter(place), values))) for place in range(width)],
         }
     fields = {"kind": kind, "rows": len(values), **lengths(found.lengths, out)}
     child = None
@@ -75,6 +76,9 @@ def _decode_lists(node: Node, runs: Runs) -> Steps[list[Any]]:
         check_within(inner, child["rows"], child["kind"])
         return python_lists.numbers_from((yield from scalars.numbers(child, inner)), edges, as_tuple)
     flat = yield from decode(child, inner)
+    if child["kind"] in ("const", "none") and flat and flat[0] is flat[-1]:
+        one = tuple(flat[:1]) if as_tuple else flat[:1]
+        return [one * count for count in np.diff(edges).tolist()]
     bounds = edges.tolist()
     if as_tuple:
         return [tuple(flat[a:b]) for a, b in pairwise(bounds)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from mooncake_ray.data import kernels
 from mooncake_ray.data.block import fill
-from mooncake_ray.data.block.families import Family
+from mooncake_ray.data.block.families import Family, offsets_of
 from mooncake_ray.data.block.index import Field, Index
 from mooncake_ray.data.block.plain import kind_of, one_of, width_of
 from mooncake_ray.data.block.read import Read, Runs, Steps, together
@@ -105,7 +105,7 @@ def _padded(family: Family, first: int, node: dict[str, Any], rows: Runs, shape:
         else:
             kernels.fill_last(grid, chosen.starts, chosen.lengths, each)
     if pads is not None:
-        fill.repad(out.reshape(rows.total, shape[1], cell), chosen, pads, which)
+        fill.repad(grid, chosen, pads, which)
     return Dense(out, dtype, shape)
 
 
@@ -169,8 +169,8 @@ def ragged(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
         base = index.base(field.name).node
         first, width = node["first"], node["shape"][0]
         node = {**base, "shape": node["shape"]}
-    elif "of" in node:  # a ragged column with the values of another
-        node = {**index.base(field.name).node, "family": node["family"]}
+    elif "of" in node:
+        return (yield from _side(index, field, rows))
     family = index.family(node["family"])
     tail = tuple(node["tail"] if node["kind"] == "ragged" else node["shape"][1:])
     dtype, cell = node["dtype"], _cell(node["dtype"], (1, *tail))
@@ -180,22 +180,39 @@ def ragged(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
     got, wire = yield from _content(node, rows, values_at.scaled(math.prod(tail)), cell)
     if filled == "values":
         return RaggedRows(Dense(widened(got, wire, dtype, total * math.prod(tail)), dtype, shape), chosen.offsets)
+    out = kernels.empty(total * cell)
+    flat = Cells(out.ctypes.data, rows.total, 0, 0, cell)
+    starts = chosen.offsets[:-1]
     if filled == "positions":
-        at = np.arange(total) - np.repeat(chosen.offsets[:-1], chosen.lengths)
-        if first > 0:
-            at += np.repeat(np.maximum(first - family.starts[rows.positions()], 0), chosen.lengths)
-        return RaggedRows(Dense(at.astype(dtype).view(np.uint8), dtype, shape), chosen.offsets)
-    if filled == "ones":
-        return RaggedRows(Dense(_repeated(_one(dtype), total), dtype, shape), chosen.offsets)
-    each = fill.check_rows(got, rows.total, cell, f"field {field.name!r}").view(f"V{cell}").reshape(-1)
-    if filled == "row":
-        out = np.repeat(each, chosen.lengths)
+        kernels.fill_positions(flat, starts, chosen.lengths)
+        if first > 0:  # a part that begins in the middle of the span
+            out.view(dtype)[:] += np.repeat(np.maximum(first - family.starts[rows.positions()], 0), chosen.lengths).astype(dtype)
+    elif filled == "ones":
+        kernels.fill_spans(flat, starts, chosen.lengths, np.tile(_one(dtype), (rows.total, 1)), bytes(cell))
     else:
-        out = np.zeros(total, each.dtype)
-        whole = family.lengths[rows.positions()] - (np.maximum(first - family.starts[rows.positions()], 0) if first > 0 else 0)
-        has = (chosen.lengths > 0) & (chosen.lengths == whole)  # a part may end before the last position
-        out[chosen.offsets[1:][has] - 1] = each[has]
-    return RaggedRows(Dense(out.view(np.uint8), dtype, shape), chosen.offsets)
+        each = fill.check_rows(got, rows.total, cell, f"field {field.name!r}")
+        if filled == "row":
+            kernels.fill_spans(flat, starts, chosen.lengths, each, bytes(cell))
+        else:
+            skipped = np.maximum(first - family.starts[rows.positions()], 0) if first > 0 else 0
+            ends_here = chosen.lengths == family.lengths[rows.positions()] - skipped  # a part may end before the last position
+            kernels.fill_last(flat, starts, chosen.lengths, np.where(ends_here[:, None], each, 0).astype(np.uint8))
+    return RaggedRows(Dense(out, dtype, shape), chosen.offsets)
+
+
+def _side(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
+    """A ragged column whose rows are one side of another's."""
+    base, at = index.base(field.name).node, rows.positions()
+    whole, own = index.family(base["family"]), index.family(field.node["family"])
+    skipped = whole.lengths[at] - own.lengths[at]
+    if base["kind"] != "ragged" or base["fill"] != "values" or (skipped < 0).any():
+        raise CorruptBlockError(f"field {field.name!r} is said to be part of {field.node['of']!r}, whose rows are shorter or not stored")
+    starts = whole.offsets[at] + (skipped if field.node["side"] == "right" else 0)
+    per, dtype, tail = math.prod(base["tail"]), base["dtype"], tuple(base["tail"])
+    lengths = own.lengths[at]
+    got, wire = yield from fill.read_items(base, _joined(Runs(starts, lengths)).scaled(per))
+    total = int(lengths.sum())
+    return RaggedRows(Dense(widened(got, wire, dtype, total * per), dtype, (total, *tail)), offsets_of(lengths))
 
 
 def _cell(dtype: str, shape: tuple[int, ...]) -> int:

@@ -135,11 +135,15 @@ def pads_of(cells: Cells, family: Family) -> tuple[np.ndarray, np.ndarray] | Non
 # ---- the way back
 
 
-def repad(grid: np.ndarray, family: Family, pads: np.ndarray, which: np.ndarray) -> None:
-    """Gives the rows that do not have the first pad their own: `grid` is (rows, width, item) bytes."""
-    for row in np.flatnonzero(which).tolist():
-        start, end = int(family.starts[row]), int(family.starts[row] + family.lengths[row])
-        grid[row, :start] = grid[row, end:] = pads[which[row]]
+def repad(grid: Cells, family: Family, pads: np.ndarray, which: np.ndarray) -> None:
+    """Gives the rows that do not have the first pad their own, around their spans."""
+    rows = np.flatnonzero(which)
+    first = rows * grid.width
+    ends = first + family.starts[rows] + family.lengths[rows]
+    flat = Cells(grid.address, len(rows), 0, 0, grid.item)  # of which only spans are written
+    for starts, lengths in ((first, family.starts[rows]), (ends, first + grid.width - ends)):
+        if lengths.any():
+            kernels.fill_spans(flat, starts, np.ascontiguousarray(lengths), pads[which[rows]], bytes(grid.item))
 
 
 def read_items(node: dict[str, Any], at: Runs) -> Steps[tuple[np.ndarray, str]]:

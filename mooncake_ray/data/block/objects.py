@@ -64,12 +64,11 @@ def _counted() -> tuple[type, ...]:
     for module, names in (
         ("ray", ("ObjectRef", "ObjectRefGenerator", "DynamicObjectRefGenerator")),
         ("ray.actor", ("ActorHandle",)),
-        ("ray._raylet", ("ObjectRefGenerator", "DynamicObjectRefGenerator")),
         ("ray.util.client.common", ("ClientObjectRef", "ClientActorHandle")),
     ):
         loaded = sys.modules.get(module)
         found += [kind for name in names if isinstance(kind := getattr(loaded, name, None), type)]
-    return tuple(dict.fromkeys(found))
+    return tuple(found)
 
 
 @functools.cache

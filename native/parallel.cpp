@@ -1,4 +1,4 @@
-#include "columns/parallel.h"
+#include "parallel.h"
 
 #include <sched.h>
 
@@ -11,8 +11,7 @@
 namespace mcr {
 namespace {
 
-constexpr size_t kPerThread = 2 << 20;  // bytes below which a thread (about 30 us to start) does not pay
-constexpr unsigned kMaxThreads = 8;     // memory bandwidth, not cores, is the limit beyond
+constexpr unsigned kMaxThreads = 8;  // memory bandwidth, not cores, is the limit beyond
 
 std::atomic<unsigned> forced{0};
 
@@ -37,14 +36,17 @@ struct Job {
 
 }  // namespace
 
-void set_threads(unsigned threads) { forced = threads; }
+void set_cores(unsigned cores) { forced = cores; }
 
-bool parallel(size_t pieces, size_t bytes, const std::function<bool(size_t)>& piece) {
-  size_t threads = std::min(bytes / kPerThread, pieces);
-  if (threads > 1) {
-    const unsigned most = forced.load(std::memory_order_relaxed);
-    threads = std::min<size_t>(threads, most ? most : std::min(usable_cores(), kMaxThreads));
-  }
+unsigned threads_for(size_t bytes, size_t per_thread) {
+  const size_t wanted = bytes / per_thread;
+  if (wanted <= 1) return 1;
+  const unsigned cores = forced.load(std::memory_order_relaxed);
+  return unsigned(std::min<size_t>(wanted, cores ? cores : std::min(usable_cores(), kMaxThreads)));
+}
+
+bool parallel(size_t pieces, unsigned threads, const std::function<bool(size_t)>& piece) {
+  threads = unsigned(std::min<size_t>(threads, pieces));
   if (threads <= 1) {
     for (size_t i = 0; i < pieces; ++i)
       if (!piece(i)) return false;
@@ -52,7 +54,7 @@ bool parallel(size_t pieces, size_t bytes, const std::function<bool(size_t)>& pi
   }
   auto job = std::make_shared<Job>(piece, pieces);
   try {
-    for (size_t t = 1; t < threads; ++t) std::thread([job] { job->work(); }).detach();
+    for (unsigned t = 1; t < threads; ++t) std::thread([job] { job->work(); }).detach();
   } catch (const std::system_error&) {
     // No more threads to be had: those that started, and this one, do the work.
   }
