@@ -259,7 +259,7 @@ def test_any_ragged_columns_come_back_bit_for_bit(batch, data):
         got = loaded(handle, name, np.array(rows, np.int64))
         assert got.equals(column.select_idxs(np.array(rows, np.int64))), (name, handle.index.fields[name].node)
     held = [name for name in ("left", "right", "whole") if handle.index.fields[name].node.get("fill") == "values"]
-    assert len(held) <= 1, "parts are not stored again"
+    assert len(held) <= 1 or not batch["left"].nbytes, "parts are not stored again"
 
 
 @settings(max_examples=300, deadline=None)
