@@ -81,7 +81,10 @@ class Handle:
         Raises:
             CorruptBlockError: it is damaged, or has no checksums.
         """
-        layout.check(self.index.layout, self._memory)
+        wrong = layout.damaged(self.index.layout, self._memory)
+        if wrong is not None:
+            what = "the index" if wrong < 0 else self.index.owner_of(wrong - self.index.layout.head_buffers)
+            raise CorruptBlockError(f"{what} of the stored batch is damaged: the checksum differs")
 
 
 class Pending:

@@ -16,21 +16,23 @@ from mooncake_ray.store.frameworks import as_stored
 __all__ = ["free", "get", "pool_stats", "put", "stats", "wait"]
 
 
-def put(value: Any, *, checksums: bool = False) -> ray.ObjectRef:
+def put(value: Any, *, typed: bool = False, checksums: bool = False) -> ray.ObjectRef:
     """`ray.put`, with every tensor and array in `value` routed through the pool whatever its size, installed or not.
 
     Args:
-        checksums: store batches (`DataProto`) in it with a CRC-32 for every column.
+        typed: Store batches in it column by column and without padding, whatever `Config.typed_batches` says.
+        checksums: … and with a CRC-32 for every column.
 
     Returns a real `ray.ObjectRef`: it can be passed to any Ray call, and the memory follows Ray's reference counting.
     """
     install.open_seams()
-    outer = routing.state.chosen, routing.state.checksums
-    routing.state.chosen, routing.state.checksums = True, checksums
+    state = routing.state
+    outer = state.chosen, state.batch, state.checksums
+    state.chosen, state.batch, state.checksums = True, typed, checksums
     try:
         return ray.put(value)
     finally:
-        routing.state.chosen, routing.state.checksums = outer
+        state.chosen, state.batch, state.checksums = outer
 
 
 def get(

@@ -32,7 +32,7 @@ def put_batch(batch: Any, *, checksums: bool = False) -> BatchRef:
         SchemaError: it is none of these, or its columns do not have equally many rows.
     """
     proto, as_put = as_batch(batch)
-    ref = api.put(proto, checksums=checksums)
+    ref = api.put(proto, typed=True, checksums=checksums)
     return of_stored(ref, as_put)
 
 

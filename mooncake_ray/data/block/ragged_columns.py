@@ -18,6 +18,7 @@ from mooncake_ray.data.block.chunk import Builder
 from mooncake_ray.data.block.columns import ColumnEncoder
 from mooncake_ray.data.block.families import narrow, offsets_of
 from mooncake_ray.data.block.index import Field, Index
+from mooncake_ray.data.block.node import bits
 from mooncake_ray.data.block.plain import Plain, plain_tensor, torch_dtype
 from mooncake_ray.data.block.read import Read, Runs, Steps
 from mooncake_ray.data.ragged import Ragged
@@ -71,7 +72,7 @@ def decode(index: Index, field: Field, rows: Runs) -> Steps[Ragged]:
     node = field.node
     valid = None
     if "valid" in node:
-        valid = torch.from_numpy((yield from fill.read_bits(node["valid"], rows)).astype(bool))
+        valid = torch.from_numpy((yield from bits(node["valid"], rows)).copy())
     if node["kind"] == "ragged" and node.get("fill") == "nested":
         offsets = index.family(node["family"]).offsets
         values: Any = yield from _decode_nested(node["child"], decoding.children(offsets, rows))
@@ -106,7 +107,7 @@ def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
         raise CorruptBlockError("the offsets of a nested column are not in order")
     valid = None
     if "valid" in node:
-        valid = torch.from_numpy((yield from fill.read_bits(node["valid"], items)).astype(bool))
+        valid = torch.from_numpy((yield from bits(node["valid"], items)).copy())
     if node["fill"] == "nested":
         values: Any = yield from _decode_nested(node["child"], inner)
     else:
