@@ -245,6 +245,8 @@ def ragged_columns(draw):
     columns["cut"] = Ragged.concat([whole[1:], whole[:1]])[:rows] if rows else whole
     if rows:
         inner = column(np.array(rng.integers(0, 4, int(long.sum()) or 1), np.int64)[: int(long.sum())], torch.int32, "small")
+        if tail and draw(st.booleans()):
+            inner = Ragged(inner.values, inner.offsets, inner.valid, 1)
         columns["nested"] = Ragged(inner, torch.from_numpy(np.concatenate(([0], np.cumsum(long)))))
     return {name: columns[name] for name in draw(st.permutations(list(columns)))}
 

@@ -54,7 +54,7 @@ def _nested(column: Ragged, out: Builder) -> dict[str, Any] | None:
     """The node of rows that are items of other rows."""
     offsets = column.offsets.numpy() - column.span[0]
     small = narrow(offsets)
-    node = {"offsets": [small.dtype.name, out.add(small)], **_marks(column, out)}
+    node = {"offsets": [small.dtype.name, out.add(small)], "dim": column.ragged_dim, **_marks(column, out)}
     if isinstance(column.values, Ragged):
         first, last = column.span
         child = _nested(column.values[first:last], out)
@@ -116,4 +116,4 @@ def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
         numbers, wire = yield from fill.read_items(node, inner.scaled(per))
         count = int(lengths.sum())
         values = _tensor(decoding.Dense(decoding.widened(numbers, wire, node["dtype"], count * per), node["dtype"], (count, *tail)))
-    return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid)
+    return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid, node["dim"])
