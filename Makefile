@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all oracle native-test lint bench stress soak clean
+.PHONY: help setup demo test python-test test-all oracle native-test lint bench-setup bench stress soak clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,9 +39,14 @@ lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: $(STAMP) ## All benchmarks against Ray's own store, as tables
+bench-setup: $(BENCH_STAMP) ## Mooncake and TransferQueue, to compare with
+
+bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as tables
 	$(BIN)/python -m bench put_get
 	$(BIN)/python -m bench actor_pipeline
+	$(BIN)/python -m bench batch
+	$(BIN)/python -m bench partial
+	$(BIN)/python -m bench driver
 	$(BIN)/python -m bench spill
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
@@ -57,6 +63,11 @@ $(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.
 	@sh scripts/debian-packages.sh $(PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-test.txt
-	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+$(BENCH_STAMP): $(STAMP) requirements-bench.txt
+	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4
+	$(BIN)/python -m pip install -q --no-deps -r requirements-bench.txt
 	touch $@

@@ -7,6 +7,9 @@ __all__ = ["BENCHES"]
 BENCHES = {
     "put_get": "put, get and pass on tensors: the pool against memcpy and against Ray's own store",
     "actor_pipeline": "eight rollout actors to one trainer: seconds, and the memory of all processes together",
+    "batch": "whole batches of a GRPO step: the pool, Ray, Mooncake, TransferQueue, pickle; bytes stored and seconds",
+    "partial": "two of a stored batch's fields, and an eighth of its rows: bytes read and seconds",
+    "driver": "eight producers to eight consumers, each needing rows of all: through the driver as refs, or as data",
     "spill": "a working set of four times the store: put all of it, then get all of it",
 }
 """Name of each bench, a module of this package, and what it measures."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench import payloads
+import numpy as np
 
-__all__ = ["Consumer", "Producer", "Rollout", "Trainer"]
+from bench import payloads, workloads
+
+__all__ = ["BatchConsumer", "BatchProducer", "Consumer", "Producer", "Rollout", "Trainer"]
 
 
 class Producer:
@@ -51,3 +53,41 @@ class Trainer:
 
     def train(self, batch: Any) -> float:
         return payloads.total(batch)
+
+
+class BatchProducer:
+    """Has some neighbouring rows of a batch."""
+
+    def load(self, workload: str, number: int, workers: int) -> list[float]:
+        """Makes the rows. Returns what identifies each."""
+        batch = workloads.padded(workloads.build(workload))
+        rows = len(batch) // workers
+        self._batch = batch[np.arange(number * rows, (number + 1) * rows)]  # copies, so that the other rows can go
+        return _marks(self._batch)
+
+    def batch(self) -> Any:
+        return self._batch
+
+    def put(self) -> Any:
+        import mooncake_ray
+
+        return mooncake_ray.put_batch(self._batch)
+
+
+class BatchConsumer:
+    """Takes rows, reads all that is in them, and says which they are."""
+
+    def take(self, batch: Any) -> list[float]:
+        payloads.total(dict(batch.batch.items()))
+        return _marks(batch)
+
+    def get(self, ref: Any) -> list[float]:
+        import mooncake_ray
+
+        return self.take(mooncake_ray.get(ref))
+
+
+def _marks(batch: Any) -> list[float]:
+    """A number for each row that tells it from the others."""
+    ids, log_probs = (batch.batch[name].numpy() for name in ("input_ids", "old_log_probs"))
+    return (ids.sum(1, dtype=np.int64) + log_probs.sum(1, dtype=np.float64)).tolist()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 __all__ = ["Result", "Target", "compare", "duration", "json_lines", "quantity", "summarize", "tables", "target_table"]
 
@@ -20,7 +21,7 @@ class Result:
     value: float  # the median
     best: float
     runs: int
-    extra: dict[str, int] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     unit: str = "s"  # or "bytes", or "bytes/s"
 
 
@@ -43,7 +44,7 @@ class Target:
         return self.ratio >= self.limit if self.at_least else self.ratio <= self.limit
 
 
-def summarize(bench: str, case: str, subject: str, values: Sequence[float], extra: dict[str, int] | None = None, unit: str = "s") -> Result:
+def summarize(bench: str, case: str, subject: str, values: Sequence[float], extra: dict[str, Any] | None = None, unit: str = "s") -> Result:
     best = max(values) if unit.endswith("/s") else min(values)
     return Result(bench, case, subject, median(values), best, len(values), extra or {}, unit)
 

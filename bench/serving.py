@@ -21,19 +21,27 @@ _RAY = {
     # Memory that is let go is free at once, not within a second: every put of every subject meets memory that was used before.
     "RAY_free_objects_batch_size": "1",
 }
-ENVIRONMENTS = {"local": {}, "plain": _RAY, "zero-copy": {**_RAY, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}, "pool": _RAY}
+ENVIRONMENTS = {
+    "local": {},
+    "plain": _RAY,
+    "zero-copy": {**_RAY, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"},
+    "pool": _RAY,
+    "mooncake": {},
+    "transferqueue": _RAY,
+}
 """What each kind of process needs in its environment."""
 
 _STORE_BESIDE_POOL_BYTES = 512 << 20
 
 
-def start_ray(pool_bytes: int, store_bytes: int, spill_dir: str | None = None) -> None:
+def start_ray(pool_bytes: int, store_bytes: int, spill_dir: str | None = None, cpus: int = 2) -> None:
     """A local Ray, with a pool unless `pool_bytes` is 0; then Ray's own store gets no more than descriptors.
 
     Args:
         pool_bytes: Capacity of the pool.
         store_bytes: Capacity of Ray's object store where there is no pool.
         spill_dir: Where either spills to; None for its default.
+        cpus: What Ray is to count, for actors that ask for some.
     """
     if pool_bytes:
         import mooncake_ray
@@ -43,7 +51,7 @@ def start_ray(pool_bytes: int, store_bytes: int, spill_dir: str | None = None) -
 
     ray.init(
         address="local",
-        num_cpus=2,
+        num_cpus=cpus,
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=min(store_bytes, _STORE_BESIDE_POOL_BYTES) if pool_bytes else store_bytes,

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench import payloads
 
-__all__ = ["CHUNKS", "SMALL_OPS", "Memcpy", "Pool", "Ray", "StoreOnly", "Subject", "timed"]
+__all__ = ["CHUNKS", "SMALL_OPS", "Memcpy", "Pool", "Ray", "Roundtrips", "StoreOnly", "Subject", "timed", "until_empty"]
 
 CHUNKS = 16
 SMALL_OPS = 100  # in one round, as one is too short to time
@@ -105,6 +105,26 @@ class Subject:
         pass
 
 
+class Roundtrips(Subject):
+    """Puts and gets batches, whose size leaves nothing of one in the caches for the next: a round is one put and one get."""
+
+    def roundtrip(self) -> dict[str, float]:
+        value = self.value
+        start = time.perf_counter()
+        handles = [self.put(value)]
+        stored = time.perf_counter()
+        got = self.get(handles[0])
+        payloads.touch(got)
+        end = time.perf_counter()
+        del got
+        self.drop(handles)
+        return {"put": stored - start, "get": end - stored, "putget": end - start}
+
+    def stored(self) -> int:
+        """Bytes that the store needs for the batch."""
+        raise NotImplementedError
+
+
 def timed(op: Callable[[], dict[str, float]], times: int) -> list[dict[str, float]]:
     """Runs an operation some times in a row, with the garbage collector held back."""
     gc.collect()
@@ -169,7 +189,7 @@ class StoreOnly(Subject):
     def drop(self, handles: list[Any]) -> None:
         self._store.free(handles)
         handles.clear()
-        _until_empty(self._store.stats)
+        until_empty(self._store.stats)
 
     def close(self) -> None:
         self._store.close()
@@ -208,7 +228,7 @@ class Pool(Ray):
         import mooncake_ray
 
         handles.clear()
-        _until_empty(mooncake_ray.pool_stats)
+        until_empty(mooncake_ray.pool_stats)
         time.sleep(_SETTLE_S)
 
     def check(self) -> None:
@@ -232,7 +252,8 @@ class Pool(Ray):
         return {"pass": end - start, "bytes_copied": copied}
 
 
-def _until_empty(stats: Callable[[], dict[str, Any]]) -> None:
+def until_empty(stats: Callable[[], dict[str, Any]]) -> None:
+    """Returns when the pool has all of its memory back."""
     deadline = time.monotonic() + _GIVEN_BACK_S
     while stats()["used_bytes"]:
         if time.monotonic() > deadline:

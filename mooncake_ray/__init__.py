@@ -29,12 +29,15 @@ from mooncake_ray.errors import (
 if TYPE_CHECKING:
     from mooncake_ray.data import DataProto, Ragged
     from mooncake_ray.objects.api import free, get, pool_stats, put, stats, wait
+    from mooncake_ray.objects.batch_ref import BatchRef, concat_batches
+    from mooncake_ray.objects.batches import batch_ref, put_batch
     from mooncake_ray.objects.install import install, installed, runtime_env, uninstall
     from mooncake_ray.objects.install import runtime_env_hook as ray_hook
     from mooncake_ray.objects.remote import remote
     from mooncake_ray.store import ObjectKey, Store
 
 __all__ = [
+    "BatchRef",
     "BrokerDiedError",
     "BrokerMismatchError",
     "Config",
@@ -51,12 +54,15 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreFullError",
+    "batch_ref",
+    "concat_batches",
     "free",
     "get",
     "install",
     "installed",
     "pool_stats",
     "put",
+    "put_batch",
     "ray_hook",
     "remote",
     "runtime_env",
@@ -66,6 +72,10 @@ __all__ = [
 ]
 
 _LAZY = {
+    "BatchRef": "mooncake_ray.objects.batch_ref:BatchRef",
+    "batch_ref": "mooncake_ray.objects.batches:batch_ref",
+    "concat_batches": "mooncake_ray.objects.batch_ref:concat_batches",
+    "put_batch": "mooncake_ray.objects.batches:put_batch",
     "DataProto": "mooncake_ray.data:DataProto",
     "ObjectKey": "mooncake_ray.store:ObjectKey",
     "Ragged": "mooncake_ray.data:Ragged",

@@ -45,6 +45,9 @@ class Config:
     """How much populated memory the pool keeps ahead of what is used."""
     min_bytes: int = 100 << 10
     """Objects whose tensors and arrays are smaller than this in total go Ray's own way. The default is what Ray keeps inline."""
+    typed_batches: bool = True
+    """Batches (`DataProto`, verl's too, and TensorDicts) are stored as what they are: without padding, in the narrowest exact dtypes, each
+    column for itself. Off: tensor by tensor as they lie in memory, which takes more of the pool and is got without a copy."""
     arena_bytes: int = 64 << 30
     """The pool is made of arenas of at most this size (a larger object gets a larger one); a further one begins when those there are end."""
     huge_pages: str = "auto"

@@ -12,7 +12,8 @@ __all__ = ["partition"]
 def partition(lengths: np.ndarray, parts: int, *, equal_rows: bool = True) -> list[np.ndarray]:
     """Splits rows into `parts` groups of about equal total length.
 
-    Longest-processing-time-first (Graham 1969). With `equal_rows`, rounds of one row a group: the longest row left goes to the group that has least so far.
+    Longest-processing-time-first (Graham 1969). With `equal_rows` in rounds of one row a group: the longest of a round goes to the group that
+    has least so far.
 
     Args:
         lengths: what each row costs, (rows,), not negative.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-__all__ = ["as_ints", "dtype_name", "flat_bytes", "is_plain", "named_dtype", "owned"]
+__all__ = ["as_ints", "dtype_name", "flat_bytes", "from_bytes", "is_plain", "named_dtype", "owned"]
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -18,7 +20,13 @@ def as_ints(tensor: torch.Tensor) -> torch.Tensor:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes in row-major order, uint8 (bytes,). A view where the tensor is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+def from_bytes(raw: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor on the memory of a uint8 array (bytes,), which has exactly its bytes."""
+    return torch.from_numpy(raw).view(dtype).view(shape) if raw.nbytes else torch.empty(shape, dtype=dtype)
 
 
 def owned(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from mooncake_ray.data.bits import as_ints, dtype_name
 from mooncake_ray.errors import SchemaError
 
-__all__ = ["as_dtype", "converted"]
+__all__ = ["INTEGERS", "as_dtype", "converted"]
 
 _INTS: dict[torch.dtype, Any] = {
     torch.bool: np.bool_,
@@ -23,6 +23,8 @@ _INTS: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
 }
+INTEGERS = frozenset(_INTS) - {torch.bool}
+"""The dtypes of integers that can be computed with."""
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:

@@ -6,7 +6,8 @@ the other. Selecting rows of them moves nothing. `load` fetches many at once, ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ import numpy as np
 from mooncake_ray.counters import count
 from mooncake_ray.data import kernels
 from mooncake_ray.data.block import block, layout
-from mooncake_ray.data.block.index import Index, parse
+from mooncake_ray.data.block.index import Field, Index, parse
+from mooncake_ray.data.block.plain import torch_dtype
 from mooncake_ray.data.block.read import Read, Runs, Steps, run, together
 from mooncake_ray.errors import CorruptBlockError
 
-__all__ = ["Columns", "Handle", "Joined", "Pending", "Stored", "load"]
+__all__ = ["Columns", "Handle", "Joined", "Pending", "Stored", "as_ragged", "join", "load", "load_columns"]
 
 
 class Handle:
@@ -79,7 +81,10 @@ class Handle:
         Raises:
             CorruptBlockError: it is damaged, or has no checksums.
         """
-        layout.check(self.index.layout, self._memory)
+        wrong = layout.damaged(self.index.layout, self._memory)
+        if wrong is not None:
+            what = "the index" if wrong < 0 else self.index.owner_of(wrong - self.index.layout.head_buffers)
+            raise CorruptBlockError(f"{what} of the stored batch is damaged: the checksum differs")
 
 
 class Pending:
@@ -87,13 +92,23 @@ class Pending:
 
     __slots__ = ()
     rows: int
+    kind: str
+    """What it is, in words: a tensor, a Ragged or an array."""
+    dtype: Any
+    full_row_shape: tuple[int | None, ...]
+    """Shape of a row; None for a ragged dimension."""
+
+    def value(self) -> Any:
+        """Loads it."""
+        return load([self])[0]
+
+    @property
+    def nbytes(self) -> int:
+        """As it was put (of an array of objects: its pointers)."""
+        return sum(part.nbytes for part in self.parts())
 
     def take(self, rows: Runs) -> Pending:
         """Some of its rows. Moves nothing."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """Dtype and shape, for people."""
         raise NotImplementedError
 
     def parts(self) -> Iterator[Stored]:
@@ -128,12 +143,38 @@ class Stored(Pending):
         """The decoding of its rows."""
         return block.column(self.handle.index, self.name, self.runs, self.form)
 
-    def describe(self) -> str:
-        node = self.handle.index.fields[self.name].node
-        if node["kind"] == "values":
-            return f"object[{self.rows}]"
-        shape = node["shape"] if "shape" in node else ["*", *node.get("tail", ())]
-        return f"{node.get('dtype', 'ragged')}{[self.rows, *shape]}".replace("'", "")
+    @property
+    def field(self) -> Field:
+        return self.handle.index.fields[self.name]
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        form = self.field.form
+        if form == "ragged" or (form == "tensor" and self.form == "ragged" and self.handle.index.offsets(self.name) is not None):
+            return "a Ragged"
+        return "a tensor" if form == "tensor" else "an array"
+
+    @property
+    def dtype(self) -> Any:  # type: ignore[override]
+        if self.field.form == "objects":
+            return np.dtype(object)
+        name = self.field.dtype
+        return np.dtype(name) if self.field.form == "array" else torch_dtype(name)
+
+    @property
+    def full_row_shape(self) -> tuple[int | None, ...]:  # type: ignore[override]
+        shape = self.field.row_shape
+        return (None, *shape[1:]) if self.kind == "a Ragged" and self.field.form == "tensor" else shape
+
+    @property
+    def nbytes(self) -> int:
+        if self.field.form == "objects":
+            return 8 * self.rows
+        per = math.prod(n for n in self.full_row_shape if n is not None) * self.dtype.itemsize
+        if self.kind != "a Ragged":
+            return self.rows * per
+        offsets = self.handle.index.offsets(self.name)
+        return int(np.diff(offsets)[self.runs.positions()].sum()) * per
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +204,17 @@ class Joined(Pending):
         for column in self.columns:
             yield from column.parts()
 
-    def describe(self) -> str:
-        return f"{self.columns[0].describe()} and {len(self.columns) - 1} more"
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return self.columns[0].kind
+
+    @property
+    def dtype(self) -> Any:  # type: ignore[override]
+        return self.columns[0].dtype
+
+    @property
+    def full_row_shape(self) -> tuple[int | None, ...]:  # type: ignore[override]
+        return self.columns[0].full_row_shape
 
 
 def join(columns: Sequence[Pending]) -> Pending:
@@ -181,12 +231,13 @@ def join(columns: Sequence[Pending]) -> Pending:
     return out[0] if len(out) == 1 else Joined(tuple(out))
 
 
-def load(columns: Sequence[Pending], joined: Any) -> list[Any]:
-    """Loads columns, all their bytes of one block by as few requests as its deepest column has levels.
+def as_ragged(column: Pending) -> Pending:
+    """The column, to be loaded without its padding."""
+    return join([Stored(part.handle, part.name, part.selected, "ragged") for part in column.parts()])
 
-    Args:
-        joined: `joined(values)` puts the parts of one column together.
-    """
+
+def load(columns: Sequence[Pending]) -> list[Any]:
+    """Loads columns, all their bytes of one block by as few requests as its deepest column has levels."""
     parts = [list(column.parts()) for column in columns]
     by_handle: dict[int, list[Stored]] = {}
     for part in (part for column in parts for part in column):
@@ -195,7 +246,7 @@ def load(columns: Sequence[Pending], joined: Any) -> list[Any]:
     for group in by_handle.values():
         got = run(together([part.steps() for part in group]), group[0].handle.fetch)
         values.update(zip(map(id, group), got, strict=True))
-    return [values[id(column[0])] if len(column) == 1 else joined([values[id(part)] for part in column]) for column in parts]
+    return [values[id(column[0])] if len(column) == 1 else _joined([values[id(part)] for part in column]) for column in parts]
 
 
 class Columns(MutableMapping[str, Any]):
@@ -247,15 +298,15 @@ class Columns(MutableMapping[str, Any]):
         out._cells = {names.get(name, name): cell for name, cell in self._cells.items()}
         return out
 
-    def load(self, names: Iterable[str] | None = None) -> None:
-        """Loads pending columns together, instead of one by one as they are touched."""
-        cells = [cell for name, cell in self._cells.items() if (names is None or name in names) and isinstance(cell.held, Pending)]
-        cells = list({id(cell): cell for cell in cells}.values())
-        for cell, value in zip(cells, load([cell.held for cell in cells], _joined), strict=True):
-            cell.held = value
+    def union(self, other: Mapping[str, Any]) -> Columns:
+        """These columns, and those of the other that have other names."""
+        out = Columns(self)
+        for name, cell in Columns(other)._cells.items():
+            out._cells.setdefault(name, cell)
+        return out
 
     def __repr__(self) -> str:
-        return repr({name: value.describe() if isinstance(value, Pending) else value for name, value in self.peeks().items()})
+        return repr({name: f"<{value.kind} in the store>" if isinstance(value, Pending) else value for name, value in self.peeks().items()})
 
     def __reduce__(self) -> Any:
         return Columns, (dict(self),)
@@ -270,9 +321,16 @@ class _Cell:
     def value(self) -> Any:
         held = self.held
         if isinstance(held, Pending):
-            (held,) = load([held], _joined)
-            self.held = held
+            self.held = held = held.value()
         return held
+
+
+def load_columns(mappings: Sequence[Columns], names: Set[str] | None = None) -> None:
+    """Loads the pending columns of some mappings together."""
+    chosen = [cell for columns in mappings for name, cell in columns._cells.items() if names is None or name in names]
+    cells = list({id(cell): cell for cell in chosen if isinstance(cell.held, Pending)}.values())
+    for cell, value in zip(cells, load([cell.held for cell in cells]), strict=True):
+        cell.held = value
 
 
 def _joined(values: list[Any]) -> Any:

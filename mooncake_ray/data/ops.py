@@ -1,22 +1,28 @@
-"""What `DataProto` is made of: checks, row indices and joins of columns.
+"""What `DataProto` does with its columns: checks, selections and joins.
 
-A column is a dense `torch.Tensor` or a `numpy.ndarray` whose first dimension is the rows of the
-batch. Nothing here changes its arguments.
+A column is a dense `torch.Tensor` or a `numpy.ndarray` whose first dimension is the rows of the batch, a `Ragged`, or one of them that is
+still `Pending` in a store. What depends on which of them is in the functions of one column. Nothing here changes its arguments, nor loads
+what is pending where that is not said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
 import torch
 
+from mooncake_ray.data import lazy
+from mooncake_ray.data.block.read import Runs
 from mooncake_ray.data.equality import values_equal
+from mooncake_ray.data.indices import RowIndex, row_numbers
+from mooncake_ray.data.lazy import Columns, Pending
+from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.errors import SchemaError
 
-Column = torch.Tensor | np.ndarray
+Column = torch.Tensor | np.ndarray | Ragged
 
 
 def as_names(keys: str | Iterable[str] | None) -> list[str]:
@@ -26,7 +32,7 @@ def as_names(keys: str | Iterable[str] | None) -> list[str]:
     return [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
 
 
-def pick(fields: Mapping[str, Any], names: Iterable[str], part: str) -> dict[str, Any]:
+def pick(fields: Mapping[str, Any], names: Iterable[str], part: str) -> Any:
     """Returns the named fields, in the order of `names`.
 
     Raises:
@@ -36,7 +42,12 @@ def pick(fields: Mapping[str, Any], names: Iterable[str], part: str) -> dict[str
     unknown = [name for name in names if name not in fields]
     if unknown:
         raise KeyError(f"{part} has no {unknown}; it has {list(fields)}")
-    return {name: fields[name] for name in names}
+    return fields.picked(names) if isinstance(fields, Columns) else {name: fields[name] for name in names}
+
+
+def held(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns as they are, pending ones too."""
+    return fields.peeks() if isinstance(fields, Columns) else fields
 
 
 def own_dict(fields: Any, part: str) -> dict[str, Any]:
@@ -51,12 +62,143 @@ def own_dict(fields: Any, part: str) -> dict[str, Any]:
     return dict(fields.items())
 
 
+def own_columns(fields: Any, part: str) -> Columns:
+    """As `own_dict`, with jagged tensors as the ragged columns they are."""
+    if isinstance(fields, Columns):
+        return Columns(fields)
+    return Columns({name: as_column(value) for name, value in own_dict(fields, part).items()})
+
+
+def as_column(value: Any) -> Any:
+    """The value, or for a nested tensor of the layout torch.jagged a `Ragged` on the same memory."""
+    jagged = isinstance(value, torch.Tensor) and value.is_nested and value.layout is torch.jagged
+    return Ragged.from_jagged(value) if jagged else value
+
+
 def row_count(*parts: Mapping[str, Column]) -> int | None:
     """Returns the rows of the first column found, or None where there is no column."""
     for part in parts:
-        for column in part.values():
-            return int(column.shape[0])
+        for column in held(part).values():
+            return rows_in(column)
     return None
+
+
+# ---------------------------------------------------------------- one column, whatever it is
+
+
+def rows_in(column: Column) -> int:
+    """How many rows it has."""
+    if isinstance(column, Pending):
+        return column.rows
+    return len(column) if isinstance(column, Ragged) else int(column.shape[0])
+
+
+def row_of(column: Column, row: int) -> Any:
+    """One row: a view (of an object array its element, None for a null row)."""
+    return column[row]
+
+
+def slice_rows(column: Column, rows: slice) -> Any:
+    """Those rows as a view; of a ragged column with a step other than 1 a copy."""
+    return column.take(runs_of(rows, column.rows)) if isinstance(column, Pending) else column[rows]
+
+
+def runs_of(index: slice | RowIndex, rows: int) -> Runs:
+    """The rows an index selects.
+
+    Raises:
+        IndexError: see `row_numbers`.
+    """
+    if not isinstance(index, slice):
+        return Runs.of(row_numbers(index, rows))
+    chosen = range(*index.indices(rows))
+    if chosen.step == 1:
+        return Runs.span(chosen.start, max(chosen.start, chosen.stop))
+    return Runs.of(np.arange(chosen.start, chosen.stop, chosen.step))
+
+
+def take_runs(column: Any, rows: Runs) -> Any:
+    """As `take_rows`; a view where the rows are neighbours."""
+    if isinstance(column, Pending | Ragged):
+        return column.take(rows)
+    if rows.one:
+        return column[int(rows.starts[0]) : int(rows.starts[0] + rows.lengths[0])]
+    return take_rows(column, rows.positions())
+
+
+def take_rows(column: Column, numbers: np.ndarray) -> Any:
+    """A copy of the given rows (int64, not negative), on the same device; of a ragged column, a view where they are neighbours in order."""
+    if isinstance(column, np.ndarray):
+        return column[numbers]
+    if isinstance(column, Ragged | Pending):
+        return column.take(Runs.of(numbers))
+    index = torch.from_numpy(numbers).to(column.device)
+    # index_select copies whole rows, which is faster, but has no 1-D form for uint16 and the like.
+    return column[index] if column.ndim == 1 else column.index_select(0, index)
+
+
+def join(name: str, columns: Sequence[Any]) -> Any:
+    """Joins columns along the rows, in new memory (a single ragged one as it is). Pending ones stay pending if all are.
+
+    Arrays of numbers of different dtypes get numpy's common dtype, and strings the longest width: these dtypes often follow from the
+    values (`np.array([1, 0])` next to `np.array([0.5, 1])`).
+
+    Raises:
+        SchemaError: A column's type, the shape of its rows or a tensor's dtype differs from the first one's, or numpy would turn numbers
+            into strings.
+    """
+    first = columns[0]
+    for position, column in enumerate(columns):
+        _check_alike(name, position, column, first)
+    if all(isinstance(column, Pending) for column in columns):
+        return lazy.join(columns)
+    columns = [column.value() if isinstance(column, Pending) else column for column in columns]
+    first = columns[0]
+    if isinstance(first, Ragged):
+        return Ragged.concat(columns)
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(columns), dim=0)
+    kinds = {column.dtype.kind for column in columns}
+    if len(kinds) > 1 and "O" not in kinds and kinds - set("biufc"):
+        dtypes = [str(column.dtype) for column in columns]
+        raise SchemaError(f"non_tensor_batch[{name!r}] has the dtypes {dtypes}, expected {dtypes[0]} in every batch")
+    return np.concatenate(columns, axis=0)
+
+
+def _check_alike(name: str, position: int, column: Column, first: Column) -> None:
+    where = f"{'non_tensor_batch' if kind_of(first) == 'an array' else 'batch'}[{name!r}] of batch {position}"
+    if kind_of(column) != kind_of(first):
+        raise SchemaError(f"{where} is {kind_of(column)}, expected {kind_of(first)} as in batch 0")
+    if kind_of(first) != "an array" and column.dtype != first.dtype:  # torch.cat would convert, and may round
+        raise SchemaError(f"{where} is {column.dtype}, expected {first.dtype} as in batch 0")
+    if row_shape(column) != row_shape(first):
+        raise SchemaError(f"{where} has rows of shape {row_shape(column)}, expected {row_shape(first)} as in batch 0")
+
+
+def kind_of(column: Column) -> str:
+    """What it is, in words."""
+    if isinstance(column, Pending):
+        return column.kind
+    return "a Ragged" if isinstance(column, Ragged) else "a tensor" if isinstance(column, torch.Tensor) else "an array"
+
+
+def row_shape(column: Column) -> tuple[int | None, ...]:
+    """Shape of a row; None for a ragged dimension."""
+    return column.full_row_shape if isinstance(column, Ragged | Pending) else tuple(column.shape[1:])
+
+
+def to_device(column: Any, device: torch.device | str | int) -> Any:
+    """A tensor or a ragged column on a device."""
+    return column.to(device)
+
+
+def describe(column: Column) -> str:
+    """Dtype and shape, as `torch.int64[8, *]`; a `*` for a ragged dimension."""
+    shape = (rows_in(column), *row_shape(column))
+    return f"{column.dtype}[{', '.join('*' if n is None else str(n) for n in shape)}]"
+
+
+# ---------------------------------------------------------------- all columns of a batch
 
 
 def check_columns(batch: Mapping[str, Any], non_tensor_batch: Mapping[str, Any]) -> None:
@@ -66,14 +208,17 @@ def check_columns(batch: Mapping[str, Any], non_tensor_batch: Mapping[str, Any])
         SchemaError: A column has the wrong type, no row dimension, a row count that differs from
             the first column's, or a name that both parts use.
     """
+    batch, non_tensor_batch = held(batch), held(non_tensor_batch)
     for name, value in batch.items():
+        if isinstance(value, Ragged) or (isinstance(value, Pending) and value.kind != "an array"):
+            continue
         if not isinstance(value, torch.Tensor):
-            raise SchemaError(f"batch[{name!r}] is a {type(value).__name__}, expected a torch.Tensor")
+            raise SchemaError(f"batch[{name!r}] is a {type(value).__name__}, expected a torch.Tensor or a Ragged")
         if value.is_nested or value.layout is not torch.strided:
             kind = "nested" if value.is_nested else "sparse"
-            raise SchemaError(f"batch[{name!r}] is a {kind} tensor ({value.layout}), expected a dense one")
+            raise SchemaError(f"batch[{name!r}] is a {kind} tensor ({value.layout}), expected a dense or a jagged one")
     for name, value in non_tensor_batch.items():
-        if not isinstance(value, np.ndarray):
+        if not isinstance(value, np.ndarray) and not (isinstance(value, Pending) and value.kind == "an array"):
             raise SchemaError(f"non_tensor_batch[{name!r}] is a {type(value).__name__}, expected a numpy.ndarray")
         if name in batch:
             raise SchemaError(f"field {name!r} is in both batch and non_tensor_batch")
@@ -83,42 +228,41 @@ def check_columns(batch: Mapping[str, Any], non_tensor_batch: Mapping[str, Any])
         for name, column in columns.items():
             if not isinstance(name, str):
                 raise SchemaError(f"{part} has the field name {name!r}, expected a str")
-            if column.ndim == 0:
+            if not isinstance(column, Ragged | Pending) and column.ndim == 0:
                 raise SchemaError(f"{part}[{name!r}] is a scalar, expected rows in its first dimension")
-            rows = int(column.shape[0])
+            rows = rows_in(column)
             if first is None:
                 first = name, rows
             elif rows != first[1]:
                 raise SchemaError(f"{part}[{name!r}] has {rows} rows, expected {first[1]} as in {first[0]!r}")
 
 
-def describe_columns(batch: Mapping[str, torch.Tensor], non_tensor_batch: Mapping[str, np.ndarray]) -> str:
+def describe_columns(batch: Mapping[str, Column], non_tensor_batch: Mapping[str, np.ndarray]) -> str:
     """Returns dtype and shape of every column, and their bytes (of object arrays: of the pointers)."""
+    batch, non_tensor_batch = held(batch), held(non_tensor_batch)
     columns: list[Column] = [*batch.values(), *non_tensor_batch.values()]
     parts = [f"bytes={sum(column.nbytes for column in columns)}"]
     for part, fields in (("batch", batch), ("non_tensor_batch", non_tensor_batch)):
-        entries = [f"{name}: {str(column.dtype).removeprefix('torch.')}{list(column.shape)}" for name, column in fields.items()]
+        entries = [f"{name}: {describe(column).removeprefix('torch.')}" for name, column in fields.items()]
         parts.append(f"{part}={{{', '.join(entries)}}}")
     return ", ".join(parts)
 
 
-def split_by_type(
-    data: Mapping[str, Any],
-) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
-    """Returns the tensors and the arrays of a dict that holds both.
+def split_by_type(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the tensors and ragged columns, and the arrays, of a dict that holds both.
 
     Raises:
-        SchemaError: A value is neither a tensor nor an array.
+        SchemaError: A value is none of them.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     for name, value in data.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | Ragged):
             tensors[name] = value
         elif isinstance(value, np.ndarray):
             arrays[name] = value
         else:
-            raise SchemaError(f"field {name!r} is a {type(value).__name__}, expected a torch.Tensor or numpy.ndarray")
+            raise SchemaError(f"field {name!r} is a {type(value).__name__}, expected a torch.Tensor, a Ragged or a numpy.ndarray")
     return tensors, arrays
 
 
@@ -136,13 +280,6 @@ def object_column(name: str, values: Any) -> np.ndarray:
     for row, value in enumerate(values):
         column[row] = value
     return column
-
-
-def take_rows(tensor: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """Returns a copy of the given rows, on the tensor's device."""
-    index = torch.from_numpy(numbers).to(tensor.device)
-    # index_select copies whole rows, which is faster, but has no 1-D form for uint16 and the like.
-    return tensor[index] if tensor.ndim == 1 else tensor.index_select(0, index)
 
 
 def renamed(fields: Mapping[str, Any], old: str | Sequence[str], new: str | Sequence[str], others: Iterable[str]) -> dict[str, Any]:
@@ -169,41 +306,56 @@ def renamed(fields: Mapping[str, Any], old: str | Sequence[str], new: str | Sequ
     twice = sorted({name for name in taken if taken.count(name) > 1})
     if twice or len(new_names) != len(old):
         raise ValueError(f"cannot rename {old} to {new}: {twice or old} used twice")
-    return dict(zip(names, fields.values(), strict=True))
+    return fields.renamed(new_names) if isinstance(fields, Columns) else dict(zip(names, fields.values(), strict=True))
 
 
-def merged(mine: Mapping[str, Any], theirs: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Returns the fields of both; a field in both must be equal, NaN counting as equal to NaN.
+def merged(mine: Mapping[str, Any], theirs: Mapping[str, Any], part: str) -> Any:
+    """Returns the fields of both, mine first; a field in both is loaded and must be equal, NaN counting as equal to NaN.
 
     Raises:
         SchemaError: A field is in both with different values, dtypes or shapes.
     """
-    fields = dict(mine)
-    for name, value in theirs.items():
-        if name not in fields:
-            fields[name] = value
-        elif not values_equal(fields[name], value):
-            raise SchemaError(f"{part}[{name!r}] is in both batches, {_difference(value, fields[name])}")
-    return fields
+    for name in theirs:
+        if name in mine and not values_equal(mine[name], theirs[name]):
+            raise SchemaError(f"{part}[{name!r}] is in both batches, {_difference(theirs[name], mine[name])}")
+    return (
+        mine.union(theirs) if isinstance(mine, Columns) else {**mine, **{name: value for name, value in theirs.items() if name not in mine}}
+    )
 
 
 def _difference(value: Any, expected: Any) -> str:
     columns = isinstance(value, Column) and isinstance(expected, Column)
     if not columns:
         return f"got {short_repr(value)}, expected {short_repr(expected)}"
-    if value.dtype != expected.dtype or value.shape != expected.shape:
-        return f"got {value.dtype}{list(value.shape)}, expected {expected.dtype}{list(expected.shape)}"
+    if describe(value) != describe(expected):
+        return f"got {describe(value)}, expected {describe(expected)}"
     unequal = (row for row in range(len(value)) if not values_equal(value[row : row + 1], expected[row : row + 1]))
     row = next(unequal, 0)
     return f"row {row} is {short_repr(value[row])}, expected {short_repr(expected[row])}"
 
 
-def join_fields(batches: Sequence[Mapping[str, Any]], part: str, join: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
-    """Joins the columns of batches, each with `join(name, parts)`.
+def join_values(values: Sequence[Any]) -> Any:
+    """Joins the loaded parts of one column."""
+    return join("", values)
+
+
+def in_form(column: Any, form: str) -> Any:
+    """A column as a `Ragged` where it has row lengths (`ragged`), or padded on the right (`padded`). What is pending stays so if it can."""
+    if form == "as-put":
+        return column
+    if form == "ragged":
+        return lazy.as_ragged(column) if isinstance(column, Pending) else column
+    value = column.value() if isinstance(column, Pending) and column.kind == "a Ragged" else column
+    return value.to_padded() if isinstance(value, Ragged) else value
+
+
+def join_fields(batches: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
+    """Joins the columns of batches along the rows, see `join`.
 
     Raises:
         SchemaError: A batch lacks a field of the first one, or has another.
     """
+    batches = [held(fields) for fields in batches]
     expected = batches[0].keys()
     for position, fields in enumerate(batches):
         if fields.keys() != expected:
@@ -211,90 +363,3 @@ def join_fields(batches: Sequence[Mapping[str, Any]], part: str, join: Callable[
             extra = [name for name in fields if name not in expected]
             raise SchemaError(f"{part} of batch {position} differs from batch 0: missing fields {missing}, unexpected fields {extra}")
     return {name: join(name, [fields[name] for fields in batches]) for name in expected}
-
-
-def join_tensors(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Joins tensors along the rows into a new tensor.
-
-    Raises:
-        SchemaError: A dtype or a row shape differs from the first part's.
-    """
-    first = parts[0]
-    for position, part in enumerate(parts):
-        if part.dtype != first.dtype:  # torch.cat would convert, and may round
-            raise SchemaError(f"batch[{name!r}] of batch {position} is {part.dtype}, expected {first.dtype} as in batch 0")
-        _check_row_shape("batch", name, position, part.shape, first.shape)
-    return torch.cat(parts, dim=0)
-
-
-def join_arrays(name: str, parts: list[np.ndarray]) -> np.ndarray:
-    """Joins arrays along the rows into a new array.
-
-    Numbers of different dtypes get numpy's common dtype, and strings the longest width: these
-    dtypes often follow from the values (`np.array([1, 0])` next to `np.array([0.5, 1])`).
-
-    Raises:
-        SchemaError: A row shape differs from the first part's, or numpy would turn numbers into
-            strings.
-    """
-    for position, part in enumerate(parts):
-        _check_row_shape("non_tensor_batch", name, position, part.shape, parts[0].shape)
-    kinds = {part.dtype.kind for part in parts}
-    if len(kinds) > 1 and "O" not in kinds and kinds - set("biufc"):
-        dtypes = [str(part.dtype) for part in parts]
-        raise SchemaError(f"non_tensor_batch[{name!r}] has the dtypes {dtypes}, expected {dtypes[0]} in every batch")
-    return np.concatenate(parts, axis=0)
-
-
-def _check_row_shape(part: str, name: str, position: int, shape: Sequence[int], first: Sequence[int]) -> None:
-    if tuple(shape[1:]) != tuple(first[1:]):
-        raise SchemaError(
-            f"{part}[{name!r}] of batch {position} has rows of shape {tuple(shape[1:])}, expected {tuple(first[1:])} as in batch 0"
-        )
-
-
-def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joins the meta_info of batches.
-
-    Args:
-        metas: One meta_info per batch. The key `metrics` may hold a dict, a list of dicts, or None.
-
-    Returns:
-        A new dict of all keys. `metrics` becomes one dict with a list of values per metric, in the
-        order of the batches, and is left out where no batch has any.
-
-    Raises:
-        SchemaError: Batches disagree on another key, or have a metric the first one does not have.
-    """
-    joined: dict[str, Any] = {}
-    metrics: list[Any] = []
-    for position, meta in enumerate(metas):
-        for key, value in meta.items():
-            if key == "metrics":
-                if isinstance(value, list):
-                    metrics.extend(value)
-                elif value is not None:
-                    metrics.append(value)
-            elif key not in joined:
-                joined[key] = value
-            elif not values_equal(joined[key], value):
-                raise SchemaError(
-                    f"meta_info[{key!r}] of batch {position} is {short_repr(value)}, "
-                    f"expected {short_repr(joined[key])} as in the batches before"
-                )
-    if metrics:
-        joined["metrics"] = _metric_lists(metrics)
-    return joined
-
-
-def _metric_lists(metrics: Sequence[Any]) -> dict[str, list[Any]]:
-    for entry in metrics:
-        if not isinstance(entry, Mapping):
-            raise SchemaError(f"meta_info['metrics'] holds a {type(entry).__name__}, expected dicts")
-    lists: dict[str, list[Any]] = {name: [] for name in metrics[0]}
-    for entry in metrics:
-        for name, value in entry.items():
-            if name not in lists:
-                raise SchemaError(f"meta_info['metrics'] has {name!r} in a later batch only, expected one of {list(lists)}")
-            lists[name].append(value)
-    return lists

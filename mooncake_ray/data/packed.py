@@ -31,7 +31,7 @@ def reduce_batch(packer: Packer, batch: DataProto) -> Any:
 
 
 def pack(packer: Packer, rows: int, batch: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The columns of a batch as they go into a pickle, or None if they are too few bytes to be worth a block.
+    """The columns of a batch as they go into a pickle, or None if they are too few bytes to be worth a block, or no blocks are wanted.
 
     Args:
         batch: dense tensors, `Ragged` and pending columns.
@@ -39,10 +39,10 @@ def pack(packer: Packer, rows: int, batch: Mapping[str, Any], arrays: Mapping[st
     """
     loaded = [{name: column for name, column in part.items() if not isinstance(column, Pending)} for part in (batch, arrays)]
     pending = len(batch) + len(arrays) - sum(map(len, loaded))
-    if sum(_size(column) for part in loaded for column in part.values()) < packer.smallest and not pending:
+    if not pending and not (packer.typed and sum(_size(column) for part in loaded for column in part.values()) >= packer.smallest):
         return None
     stored: dict[str, Any] = {}
-    if any(loaded):
+    if any(loaded) and packer.typed:
         encoded = block.encode(rows, *loaded, checksums=packer.checksums)
         where, offset = packer.make(encoded.nbytes, encoded.copies(), encoded.write)
         handle = Call(open_block, (where, offset, encoded.nbytes))

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import builtins
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from mooncake_ray.data import ops
+from mooncake_ray.data.conversions import Conversions
 from mooncake_ray.data.equality import values_equal
 from mooncake_ray.data.indices import RowIndex, row_numbers
 from mooncake_ray.data.item import DataProtoItem
+from mooncake_ray.data.lazy import Columns, load_columns
+from mooncake_ray.data.meta import join_meta
+from mooncake_ray.data.ragged import Ragged
+from mooncake_ray.data.reports import Reports
+from mooncake_ray.data.reshaping import AUTO_PADDING, Reshaping, chunk_bounds
+from mooncake_ray.data.schema import FieldSchema, from_declared
 from mooncake_ray.errors import SchemaError
 
 
-class DataProto:
+class DataProto(Reshaping, Conversions, Reports):
     """A batch of rows: tensor columns, array columns, and facts about the batch as a whole.
 
     The three dicts are the batch's own (shallow copies of what the constructor got); the columns
     in them share storage with the caller's. A field name is used by one of the two column parts
     only. A batch without any column has no rows.
 
+    Methods have verl's names and results. They are stricter: what verl checks by assert or not at all raises a typed error before anything
+    is changed, `concat` never converts a tensor, and numbers of rows are checked. `all_gather_data_proto` is left out.
+
     Attributes:
-        batch: Dense tensors of shape (rows, ...), of any dtype.
+        batch: Dense tensors of shape (rows, ...), of any dtype, and ragged columns. A jagged tensor becomes a ragged column. A mapping, as
+            `non_tensor_batch`: columns that came out of a store are loaded when they are first touched.
         non_tensor_batch: Arrays of shape (rows, ...), of any dtype, often object.
         meta_info: Values that belong to no row.
     """
 
     def __init__(
         self,
-        batch: Mapping[str, torch.Tensor] | None = None,
+        batch: Mapping[str, torch.Tensor | Ragged] | None = None,
         non_tensor_batch: Mapping[str, np.ndarray] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
@@ -44,47 +55,87 @@ class DataProto:
         Raises:
             SchemaError: See `check_consistency`.
         """
-        self.batch: dict[str, torch.Tensor] = ops.own_dict(batch, "batch")
-        self.non_tensor_batch: dict[str, np.ndarray] = ops.own_dict(non_tensor_batch, "non_tensor_batch")
+        self.batch: Columns = ops.own_columns(batch, "batch")
+        self.non_tensor_batch: Columns = ops.own_columns(non_tensor_batch, "non_tensor_batch")
         self.meta_info: dict[str, Any] = ops.own_dict(meta_info, "meta_info")
         self.check_consistency()
 
     @classmethod
+    def _of(cls, batch: Columns, non_tensor_batch: Columns, meta_info: dict[str, Any]) -> Self:
+        """What is known to be consistent, unchecked."""
+        out = cls.__new__(cls)
+        out.batch, out.non_tensor_batch, out.meta_info = batch, non_tensor_batch, meta_info
+        return out
+
+    def load(self, names: Iterable[str] | None = None) -> Self:
+        """Loads columns that are still in the store, their bytes by one vectored request, and returns this batch.
+
+        A pending column is otherwise loaded when it is first touched. Rows of pending columns are selected, and batches of them joined and
+        passed on, without loading them.
+
+        Args:
+            names: which columns; None for all.
+
+        Raises:
+            CorruptBlockError: the stored bytes are damaged.
+        """
+        names = None if names is None else set(ops.as_names(names))
+        load_columns([self.batch, self.non_tensor_batch], names)
+        return self
+
+    @classmethod
     def from_dict(
         cls,
-        tensors: Mapping[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, Any] | None = None,
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+        schema: Iterable[FieldSchema] | None = None,
     ) -> Self:
         """Builds a batch from separate dicts.
 
         Args:
-            tensors: Tensors of shape (rows, ...).
+            tensors: Tensors of shape (rows, ...), jagged tensors or ragged columns. A list, where the schema says that the field is ragged.
             non_tensors: Arrays of shape (rows, ...), or sequences with one element per row, which
                 become object arrays of shape (rows,).
             meta_info: Values that belong to no row.
+            num_batch_dims: 1; no other number works in verl either.
+            auto_padding: Marks the batch, in its meta_info, as one that `chunk` may cut unequally.
+            schema: What fields have to be, see `validate`.
 
         Returns:
             A batch that shares the storage of tensors and arrays.
+
+        Raises:
+            SchemaError: Columns disagree with each other or with the schema.
         """
+        if num_batch_dims != 1:
+            raise ValueError(f"num_batch_dims must be 1, got {num_batch_dims}")
+        schema = None if schema is None else list(schema)
         columns = {
             name: value if isinstance(value, np.ndarray) else ops.object_column(name, value)
             for name, value in ops.own_dict(non_tensors, "non_tensors").items()
         }
-        return cls(batch=tensors, non_tensor_batch=columns, meta_info=meta_info)
+        meta = ops.own_dict(meta_info, "meta_info") | ({AUTO_PADDING: True} if auto_padding else {})
+        batch = from_declared(ops.own_dict(tensors, "tensors"), schema or ())
+        made = cls(batch=batch, non_tensor_batch=columns, meta_info=meta)
+        return made if schema is None else made.validate(schema)
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, torch.Tensor | np.ndarray], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Builds a batch from one dict: tensors go to `batch`, arrays to `non_tensor_batch`.
+    def from_single_dict(
+        cls, data: Mapping[str, torch.Tensor | Ragged | np.ndarray], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
+    ) -> Self:
+        """Builds a batch from one dict: tensors and ragged columns go to `batch`, arrays to `non_tensor_batch`.
 
         Returns:
             A batch that shares the storage of the columns.
 
         Raises:
-            SchemaError: A value is neither a tensor nor an array.
+            SchemaError: A value is none of them.
         """
         tensors, arrays = ops.split_by_type(ops.own_dict(data, "data"))
-        return cls(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)
+        return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     def check_consistency(self) -> None:
         """Checks the columns, for use after editing the dicts directly.
@@ -109,8 +160,8 @@ class DataProto:
         """
         if not isinstance(other, DataProto):
             return False
-        mine = (self.batch, self.non_tensor_batch, self.meta_info)
-        theirs = (other.batch, other.non_tensor_batch, other.meta_info)
+        mine = (dict(self.batch), dict(self.non_tensor_batch), self.meta_info)
+        theirs = (dict(other.batch), dict(other.non_tensor_batch), other.meta_info)
         return values_equal(mine, theirs, exact=True)
 
     def __getitem__(self, item: Any) -> Any:
@@ -131,8 +182,8 @@ class DataProto:
             rows = len(self)
             if not -rows <= item < rows:
                 raise IndexError(f"row {item} is out of range for {rows} rows")
-            tensors = {name: tensor[item] for name, tensor in self.batch.items()}
-            elements = {name: array[item] for name, array in self.non_tensor_batch.items()}
+            tensors = {name: ops.row_of(column, item) for name, column in self.batch.items()}
+            elements = {name: ops.row_of(array, item) for name, array in self.non_tensor_batch.items()}
             return DataProtoItem(tensors, elements, dict(self.meta_info))
         raise TypeError(f"rows cannot be indexed with {type(item).__name__}, expected an int, slice, list, numpy.ndarray or torch.Tensor")
 
@@ -140,7 +191,7 @@ class DataProto:
         """Selects a range of rows, like `data[start:end:step]`.
 
         Returns:
-            A batch whose columns are views of this one's.
+            A batch whose columns are views of this one's; ragged ones are copies where there is a step.
 
         Raises:
             ValueError: `step` is not positive; torch has no views with negative strides.
@@ -148,8 +199,8 @@ class DataProto:
         if step is not None and step < 1:
             raise ValueError(f"step must be at least 1, got {step}")
         rows = builtins.slice(start, end, step)
-        tensors = {name: tensor[rows] for name, tensor in self.batch.items()}
-        arrays = {name: array[rows] for name, array in self.non_tensor_batch.items()}
+        tensors = {name: ops.slice_rows(column, rows) for name, column in self.batch.peeks().items()}
+        arrays = {name: ops.slice_rows(array, rows) for name, array in self.non_tensor_batch.peeks().items()}
         return type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=self.meta_info)
 
     def select_idxs(self, idxs: RowIndex) -> Self:
@@ -159,7 +210,7 @@ class DataProto:
             idxs: 1-D row numbers (negative ones count from the end), or booleans of length rows.
 
         Returns:
-            A batch of copies of the selected rows.
+            A batch of copies of the selected rows. Ragged columns are views where the rows are neighbours in order.
 
         Raises:
             IndexError: A number is out of range, or the index has a wrong shape, length or dtype.
@@ -167,8 +218,8 @@ class DataProto:
         return self._take(row_numbers(idxs, len(self)))
 
     def _take(self, numbers: np.ndarray) -> Self:
-        tensors = {name: ops.take_rows(tensor, numbers) for name, tensor in self.batch.items()}
-        arrays = {name: array[numbers] for name, array in self.non_tensor_batch.items()}
+        tensors = {name: ops.take_rows(column, numbers) for name, column in self.batch.peeks().items()}
+        arrays = {name: ops.take_rows(array, numbers) for name, array in self.non_tensor_batch.peeks().items()}
         return type(self)(batch=tensors, non_tensor_batch=arrays, meta_info=self.meta_info)
 
     def select(
@@ -263,18 +314,16 @@ class DataProto:
     def chunk(self, chunks: int) -> list[Self]:
         """Cuts the rows into `chunks` batches of equal size.
 
+        Where `is_padding_enabled`, sizes may differ as verl's do: the last one is smaller, and without tensor columns they differ by one.
+
         Returns:
             Batches whose columns are views of this one's.
 
         Raises:
-            ValueError: The rows cannot be divided evenly.
+            ValueError: The rows cannot be divided evenly, or not into so many batches that have rows.
         """
-        if chunks < 1:
-            raise ValueError(f"chunks must be at least 1, got {chunks}")
-        size, rest = divmod(len(self), chunks)
-        if rest:
-            raise ValueError(f"{len(self)} rows cannot be divided into {chunks} equal chunks")
-        return [self.slice(i * size, (i + 1) * size) for i in range(chunks)]
+        bounds = chunk_bounds(len(self), chunks, self.is_padding_enabled(), by_tensors=bool(self.batch))
+        return [self.slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def split(self, split_size: int) -> list[Self]:
         """Cuts the rows into batches of `split_size`; the last one may be smaller.
@@ -294,7 +343,7 @@ class DataProto:
             data: At least one batch, all with the same fields, tensor dtypes and row shapes.
 
         Returns:
-            A batch of the first one's type with new storage. In meta_info, `metrics` becomes a dict
+            A batch of the first one's type with new storage (ragged columns of a single batch excepted). In meta_info, `metrics` becomes a dict
             of lists over the batches; every other key keeps its value.
 
         Raises:
@@ -309,9 +358,9 @@ class DataProto:
         batches = [item.batch for item in data]
         arrays = [item.non_tensor_batch for item in data]
         return type(data[0])(
-            batch=ops.join_fields(batches, "batch", ops.join_tensors),
-            non_tensor_batch=ops.join_fields(arrays, "non_tensor_batch", ops.join_arrays),
-            meta_info=ops.join_meta([item.meta_info for item in data]),
+            batch=ops.join_fields(batches, "batch"),
+            non_tensor_batch=ops.join_fields(arrays, "non_tensor_batch"),
+            meta_info=join_meta([item.meta_info for item in data]),
         )
 
     def reorder(self, indices: RowIndex) -> None:
@@ -334,56 +383,7 @@ class DataProto:
         rows = np.arange(len(self))
         return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[Self]:
-        """Iterates over mini-batches.
-
-        Args:
-            mini_batch_size: Rows of a mini-batch; must divide the rows of this batch.
-            epochs: How often to go over all rows.
-            seed: Seeds the order. It has an effect only if `dataloader_kwargs` asks for shuffling.
-            dataloader_kwargs: More arguments of `torch.utils.data.DataLoader`, as `shuffle=True`.
-
-        Returns:
-            An iterator of rows * epochs / mini_batch_size batches of copied rows.
-        """
-        if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(f"mini_batch_size must be positive and divide the {len(self)} rows, got {mini_batch_size}")
-        # A loader of row numbers draws the same order as one of rows, and needs no joining of rows.
-        loader: Iterable[list[int]] = DataLoader(
-            range(len(self)),  # type: ignore[arg-type]
-            batch_size=mini_batch_size,
-            collate_fn=list,
-            generator=None if seed is None else torch.Generator().manual_seed(seed),
-            **(dataloader_kwargs or {}),
-        )
-        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
-
     def to(self, device: torch.device | str | int) -> Self:
         """Moves the tensor columns to a device, in place, and returns this batch."""
-        self.batch = {name: tensor.to(device) for name, tensor in self.batch.items()}
+        self.batch = Columns({name: ops.to_device(column, device) for name, column in self.batch.items()})
         return self
-
-    def to_verl(self) -> Any:
-        """Returns a `verl.DataProto` that shares the columns. Needs verl."""
-        from verl import DataProto as VerlDataProto
-
-        return VerlDataProto.from_dict(tensors=dict(self.batch), non_tensors=dict(self.non_tensor_batch), meta_info=dict(self.meta_info))
-
-    @classmethod
-    def from_verl(cls, data: Any) -> Self:
-        """Returns a batch that shares the columns of a `verl.DataProto`. Needs verl.
-
-        Raises:
-            SchemaError: `data` is something else, or has a nested tensor.
-        """
-        from verl import DataProto as VerlDataProto
-
-        if not isinstance(data, VerlDataProto):
-            raise SchemaError(f"got a {type(data).__name__}, expected a verl.DataProto")
-        return cls(batch=data.batch, non_tensor_batch=data.non_tensor_batch, meta_info=data.meta_info)

@@ -151,14 +151,17 @@ class Ragged:
         if isinstance(item, builtins.slice):
             start, stop, step = item.indices(len(self))
             if step != 1:
-                return self._take(Runs.of(np.arange(start, stop, step)))
+                return self.take(Runs.of(np.arange(start, stop, step)))
             stop = max(start, stop)
             valid = None if self.valid is None else self.valid[start:stop]
             return self._of(self.values, self.offsets[start : stop + 1], valid, self.ragged_dim)
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
             if not -len(self) <= item < len(self):
                 raise IndexError(f"row {item} is out of range for {len(self)} rows")
-            return next(iter(self[item % len(self) :][:1]))
+            row = int(item) % len(self)
+            if self.valid is not None and not self.valid[row]:
+                return None
+            return self._row(*self.offsets[row : row + 2].tolist())
         return self.select_idxs(item)
 
     def __iter__(self) -> Iterator[Any]:
@@ -166,8 +169,11 @@ class Ragged:
         bounds = self.offsets.tolist()
         marks = ragged_rows.marks(self).tolist()
         for start, stop, mark in zip(bounds[:-1], bounds[1:], marks, strict=True):
-            row = self.values[start:stop] if mark else None
-            yield row.movedim(0, self.ragged_dim) if mark and self.ragged_dim else row
+            yield self._row(start, stop) if mark else None
+
+    def _row(self, start: int, stop: int) -> Any:
+        row = self.values[start:stop]
+        return row.movedim(0, self.ragged_dim) if self.ragged_dim else row
 
     def select_idxs(self, idxs: RowIndex) -> Ragged:
         """Rows by number (negative ones count from the end) or by mask, in that order and as often as given.
@@ -178,9 +184,10 @@ class Ragged:
         Raises:
             IndexError: A number is out of range, or the index has a wrong shape, length or dtype.
         """
-        return self._take(Runs.of(row_numbers(idxs, len(self))))
+        return self.take(Runs.of(row_numbers(idxs, len(self))))
 
-    def _take(self, runs: Runs) -> Ragged:
+    def take(self, runs: Runs) -> Ragged:
+        """The rows at those positions, which are not checked; as `select_idxs`."""
         if runs.one:
             return self[int(runs.starts[0]) : int(runs.starts[0] + runs.lengths[0])]
         bounds, numbers = self.offsets.numpy(), runs.positions()
@@ -210,7 +217,7 @@ class Ragged:
         if repeat_times < 0:
             raise ValueError(f"repeat_times must be at least 0, got {repeat_times}")
         numbers = np.arange(len(self))
-        return self._take(Runs.of(np.repeat(numbers, repeat_times) if interleave else np.tile(numbers, repeat_times)))
+        return self.take(Runs.of(np.repeat(numbers, repeat_times) if interleave else np.tile(numbers, repeat_times)))
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:

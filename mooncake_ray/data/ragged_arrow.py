@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mooncake_ray.data import ragged_rows
-from mooncake_ray.data.bits import dtype_name, flat_bytes
+from mooncake_ray.data.bits import dtype_name, flat_bytes, from_bytes
 from mooncake_ray.data.block.read import Runs
 from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.errors import SchemaError
@@ -112,7 +112,7 @@ def _items_from_arrow(items: Any) -> torch.Tensor | Ragged:
         dtype = _DTYPES[str(items.type)]
         start, stop = items.offset * dtype.itemsize, (items.offset + len(items)) * dtype.itemsize
         data = items.buffers()[1]
-        values = torch.from_numpy(np.asarray(_Memory(data, start, stop))).view(dtype) if stop > start else torch.empty(0, dtype=dtype)
+        values = from_bytes(np.asarray(_Memory(data, start, stop)), dtype, (len(items),)) if stop > start else torch.empty(0, dtype=dtype)
     else:
         raise SchemaError(f"the items are Arrow's {items.type}, expected numbers or booleans")
     return values.view(count, *tail)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from mooncake_ray.data import ragged_rows
-from mooncake_ray.data.bits import dtype_name
-from mooncake_ray.data.exact import converted
+from mooncake_ray._native import lists
+from mooncake_ray.data import kernels, ragged_rows
+from mooncake_ray.data.bits import dtype_name, from_bytes
+from mooncake_ray.data.exact import INTEGERS, converted
 from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.errors import SchemaError
 
@@ -62,62 +64,90 @@ def from_lists(rows: Sequence[Any], dtype: torch.dtype | None, levels: int | Non
     for number, row in enumerate(rows):
         if row is not None and not isinstance(row, list | tuple):
             raise SchemaError(f"row {number} is a {type(row).__name__}, expected a list or None")
+    plain = [row if type(row) is list or type(row) is tuple else list(row or ()) for row in rows]
+    found = lists.scan(plain, True)
     if levels is None:
-        kinds = set(map(type, chain.from_iterable(row for row in rows if row)))
-        levels = 2 if kinds & {list, tuple} or kinds == {type(None)} else 1
+        levels = 2 if found.flags & (lists.LIST | lists.TUPLE) or found.flags == lists.NONE else 1
     if levels > 1:
         return _outer(rows, lambda inner: from_lists(inner, dtype, levels - 1))
-    lengths = np.fromiter((0 if row is None else len(row) for row in rows), np.int64, len(rows))
-    offsets = ragged_rows.offsets_of(lengths)
-    flat = list(chain.from_iterable(row for row in rows if row))
-    return Ragged(_numbers(flat, dtype, offsets.numpy()), offsets, _marks(rows))
+    offsets = ragged_rows.offsets_of(found.lengths)
+    return Ragged(_Numbers(plain, found, offsets.numpy()).tensor(dtype), offsets, _marks(rows))
 
 
-def _numbers(flat: list[Any], dtype: torch.dtype | None, bounds: np.ndarray) -> torch.Tensor:
-    """Python numbers as one tensor; every one of them exact."""
+class _Numbers:
+    """Lists of Python numbers, on their way to be a tensor."""
 
-    def refuse(place: int, why: str) -> SchemaError:
-        row = int(np.searchsorted(bounds, place, side="right")) - 1
-        return SchemaError(f"row {row}, item {place - bounds[row]}: {flat[place]!r} {why}")
+    def __init__(self, rows: list[Any], found: lists.Scan, bounds: np.ndarray) -> None:
+        self.rows, self.found, self.bounds = rows, found, bounds
 
-    kinds = set(map(type, flat))
-    for kind in kinds - {bool, int, float}:
-        place = next(n for n, value in enumerate(flat) if type(value) is kind)
-        raise refuse(place, f"is a {kind.__name__}, expected a bool, int or float")
-    if len(kinds) > 1 and dtype is None:
-        place = next(n for n, value in enumerate(flat) if type(value) is not type(flat[0]))
-        raise refuse(
-            place, f"is a {type(flat[place]).__name__} next to {type(flat[0]).__name__}s, expected dtype= to say what to convert to"
-        )
-    if not flat:
-        return torch.empty(0, dtype=dtype or torch.int64)
-    if kinds == {bool}:
-        made = torch.tensor(flat)
-    elif float in kinds:
-        for place, value in enumerate(flat) if kinds != {float} else ():
-            if type(value) is int and not _is_double(value):
-                raise refuse(place, "is not exact next to floats")
-        made = torch.from_numpy(np.array(flat, np.float64))
+    def tensor(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """All of them, every one exact in the dtype."""
+        flags, numbers = self.found.flags, (lists.BOOL, lists.INT, lists.FLOAT)
+        if not flags:
+            return torch.empty(0, dtype=dtype or torch.int64)
+        if flags & ~sum(numbers):
+            raise self._refusal(lambda value: type(value) not in (bool, int, float), lambda value: f"is a {type(value).__name__}")
+        if flags == lists.INT:
+            made = self._ints(dtype)
+        elif flags == lists.FLOAT:
+            single = self.found.fits_float32 and dtype in (None, torch.float32)
+            made = self._filled(lists.floats_into, torch.float32 if single else torch.float64)
+        elif flags == lists.BOOL:
+            made = self._filled(lists.bools_into, torch.bool)
+        else:
+            made = self._mixed(dtype)
         if dtype is None:
-            narrow, bad = converted(made, torch.float32)
-            return narrow if bad is None else made
-    else:
-        unsigned = dtype == torch.uint64
-        low, high = (0, 2**64) if unsigned else (-(2**63), 2**63)
-        place = next((n for n, value in enumerate(flat) if not low <= value < high), None) if _overflows(flat, low, high) else None
-        if place is not None:
-            raise refuse(place, f"does not fit {dtype_name(dtype or torch.int64)}")
-        made = torch.from_numpy(np.array(flat, np.uint64 if unsigned else np.int64))
-    if dtype is None:
-        return made
-    result, bad = converted(made, dtype)
-    if bad is not None:
-        raise refuse(bad, f"is not exact as {dtype_name(dtype)}")
-    return result
+            return made
+        result, bad = converted(made, dtype)
+        if bad is not None:
+            raise self._refused(bad, f"is not exact as {dtype_name(dtype)}")
+        return result
 
+    def _ints(self, dtype: torch.dtype | None) -> torch.Tensor:
+        low, high = self.found.lo, self.found.hi
+        if low is not None and dtype in INTEGERS and torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            wire = dtype
+        elif low is not None and high < 2**63:
+            wire = torch.int64
+        elif low is not None and low >= 0 and dtype is not None and dtype.is_floating_point:
+            wire = torch.uint64
+        else:
+            raise self._refusal(
+                lambda value: not -(2**63) <= value < 2**63, lambda value: f"does not fit {dtype_name(dtype or torch.int64)}"
+            )
+        return self._filled(lists.ints_into, wire, wire.itemsize, wire.is_signed)
 
-def _overflows(flat: list[int], low: int, high: int) -> bool:
-    return min(flat) < low or max(flat) >= high
+    def _filled(self, fill: Any, dtype: torch.dtype, *how: Any) -> torch.Tensor:
+        raw = kernels.empty(self.found.items * dtype.itemsize)
+        if fill is lists.floats_into:
+            how = (dtype.itemsize,)
+        fill(self.rows, True, raw.ctypes.data, *how, room=self.found.items)
+        return from_bytes(raw, dtype, (self.found.items,))
+
+    def _mixed(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """Numbers of several types: as doubles, or as integers where no float is among them."""
+        flat = list(chain.from_iterable(self.rows))
+        if dtype is None:
+            first = type(flat[0])
+            raise self._refusal(
+                lambda value: type(value) is not first,
+                lambda value: f"is a {type(value).__name__} next to {first.__name__}s, expected dtype= to say what to convert to",
+            )
+        if self.found.flags & lists.FLOAT:
+            inexact = next((place for place, value in enumerate(flat) if type(value) is int and not _is_double(value)), None)
+            if inexact is not None:
+                raise self._refused(inexact, "is not exact next to floats")
+            return torch.from_numpy(np.array(flat, np.float64))
+        return _Numbers([list(map(int, row)) for row in self.rows], self.found, self.bounds)._ints(dtype)
+
+    def _refusal(self, bad: Callable[[Any], bool], why: Callable[[Any], str]) -> SchemaError:
+        place, value = next((place, value) for place, value in enumerate(chain.from_iterable(self.rows)) if bad(value))
+        return self._refused(place, why(value))
+
+    def _refused(self, place: int, why: str) -> SchemaError:
+        row = int(np.searchsorted(self.bounds, place, side="right")) - 1
+        item = place - int(self.bounds[row])
+        return SchemaError(f"row {row}, item {item}: {self.rows[row][item]!r} {why}")
 
 
 def _is_double(value: int) -> bool:
@@ -153,12 +183,27 @@ def to_list(column: Ragged) -> list[Any]:
 
 def to_lists(column: Ragged) -> list[Any]:
     """See `Ragged.to_lists`."""
+    if column.ragged_dim:
+        return [None if row is None else row.tolist() for row in column]
+    rows = _split(column)
+    if column.valid is not None:
+        for row in (~column.valid).nonzero()[:, 0].tolist():
+            rows[row] = None
+    return rows
+
+
+def _split(column: Ragged) -> list[Any]:
+    values, offsets = column.values, column.offsets
+    if isinstance(values, torch.Tensor) and values.ndim == 1 and ragged_rows.in_memory(values):
+        address = values.data_ptr()
+        if values.dtype == torch.bool:
+            return lists.bools_from(address, offsets.numpy(), False)
+        if values.dtype in INTEGERS:
+            return lists.ints_from(address, values.itemsize, values.dtype.is_signed, offsets.numpy(), False)
+        if values.dtype in (torch.float32, torch.float64):
+            return lists.floats_from(address, values.itemsize, offsets.numpy(), False)
     start, stop = column.span
-    inner = column.values[start:stop]
-    items = to_lists(inner) if isinstance(inner, Ragged) else inner.tolist()
-    bounds = (column.offsets - start).tolist()
-    marks = ragged_rows.marks(column).tolist()
-    rows = [items[a:b] if mark else None for a, b, mark in zip(bounds[:-1], bounds[1:], marks, strict=True)]
-    if not column.ragged_dim:
-        return rows
-    return [None if row is None else row.tolist() for row in column]
+    covered = values[start:stop]
+    items = to_lists(covered) if isinstance(covered, Ragged) else covered.tolist()
+    bounds = (offsets - start).tolist()
+    return [items[a:b] for a, b in itertools.pairwise(bounds)]

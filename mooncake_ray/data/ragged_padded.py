@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mooncake_ray.data import ragged_rows
-from mooncake_ray.data.bits import as_ints, dtype_name, is_plain
+from mooncake_ray.data import kernels, ragged_rows
+from mooncake_ray.data.bits import as_ints, dtype_name, flat_bytes, from_bytes, is_plain
 from mooncake_ray.data.block.read import Runs
 from mooncake_ray.data.exact import converted
 from mooncake_ray.data.ragged import Ragged
@@ -27,7 +27,7 @@ def from_padded(padded: Any, lengths: Any, mask: Any, side: str, ragged_dim: int
     padded = padded.movedim(1 + ragged_dim, 1) if ragged_dim else padded
     rows, width = padded.shape[:2]
     counts = _counts(lengths, rows, width) if mask is None else _mask_counts(mask, rows, width, side)
-    starts = np.arange(rows) * width + (width - counts if side == "left" else 0)
+    starts = np.arange(rows) * width + _starts(counts, width, side)
     flat = padded.reshape(rows * width, *padded.shape[2:])
     return Ragged(ragged_rows.take_items(flat, Runs(starts, counts)), ragged_rows.offsets_of(counts), None, ragged_dim)
 
@@ -46,25 +46,48 @@ def _counts(lengths: Any, rows: int, width: int) -> np.ndarray:
 def _mask_counts(mask: Any, rows: int, width: int, side: str) -> np.ndarray:
     if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (rows, width):
         raise SchemaError(f"mask is {_kind(mask)}, expected a tensor of shape {(rows, width)}")
-    hot = mask.detach().cpu() != 0
+    mask = mask.detach().cpu().contiguous()
+    if mask.numel():
+        found = kernels.find_spans(_cells(mask), _one(mask.dtype))
+        if found is not None:
+            starts, counts = found
+            if (starts[counts > 0] == (0 if side == "right" else width - counts[counts > 0])).all():
+                return counts
+    hot = mask != 0
     counts = hot.sum(1, dtype=torch.int64)
-    expected = _mask(counts, width, side)
-    bad = ((hot != expected) | (mask.detach().cpu() != hot)).any(1)
+    places = torch.arange(width)
+    expected = places >= width - counts[:, None] if side == "left" else places < counts[:, None]
+    bad = ((hot != expected) | (mask != hot)).any(1)
     if bad.any():
         row = int(bad.nonzero()[0])
         raise SchemaError(f"row {row} of the mask is not {int(counts[row])} ones with all zeros to the {side}: {mask[row].tolist()}")
     return counts.numpy()
 
 
-def _mask(counts: torch.Tensor, width: int, side: str) -> torch.Tensor:
-    places = torch.arange(width)
-    return places >= width - counts[:, None] if side == "left" else places < counts[:, None]
+def _cells(padded: torch.Tensor) -> kernels.Cells:
+    """A contiguous tensor (rows, width, ...)."""
+    rows, width = padded.shape[:2]
+    item = padded.itemsize * padded.shape[2:].numel()
+    return kernels.Cells(padded.data_ptr(), rows, width, width * item, item)
+
+
+def _one(dtype: torch.dtype) -> bytes:
+    return bytes(flat_bytes(torch.ones(1).to(dtype)).numpy())
+
+
+def _starts(lengths: np.ndarray, width: int, side: str) -> np.ndarray:
+    return width - lengths if side == "left" else np.zeros(len(lengths), np.int64)
 
 
 def mask(column: Ragged, width: int | None, side: str, dtype: torch.dtype) -> torch.Tensor:
     """See `Ragged.mask`."""
-    lengths = column.lengths()
-    return _mask(lengths, _width(lengths, width), _side(side)).to(dtype).to(column.device)
+    lengths, side = column.lengths(), _side(side)
+    rows, width = len(lengths), _width(lengths, width)
+    out = from_bytes(kernels.empty(rows * width * dtype.itemsize), dtype, (rows, width))
+    if out.numel():
+        inside = np.tile(np.frombuffer(_one(dtype), np.uint8), (rows, 1))
+        kernels.fill_spans(_cells(out), _starts(lengths.numpy(), width, side), lengths.numpy(), inside, bytes(dtype.itemsize))
+    return out.to(column.device)
 
 
 def to_padded(column: Ragged, width: int | None, side: str, pad: Any) -> torch.Tensor:
@@ -72,16 +95,36 @@ def to_padded(column: Ragged, width: int | None, side: str, pad: Any) -> torch.T
     _one_level(column, "a padded tensor")
     lengths = column.lengths()
     width = _width(lengths, width)
-    part = column.compact()
-    filler = _filler(pad, column.dtype).to(column.device)
-    out = filler.expand(len(column) * width, *column.row_shape).clone(memory_format=torch.contiguous_format)
-    places = _mask(lengths, width, _side(side)).reshape(-1).nonzero()[:, 0].to(column.device)
-    if part.values.requires_grad:
-        out = out.index_copy(0, places, part.values)
+    filler = _filler(pad, column.dtype)
+    start, stop = column.span
+    values = column.values[start:stop]
+    if values.requires_grad or not ragged_rows.in_memory(values):
+        out = _padded_by_torch(values, lengths, width, _side(side), filler)
     else:
-        as_ints(out).index_copy_(0, places, as_ints(part.values))
-    out = out.view(len(column), width, *column.row_shape)
+        out = _padded(values, column.offsets.numpy() - start, width, _side(side), filler)
     return out.movedim(1, 1 + column.ragged_dim) if column.ragged_dim else out
+
+
+def _padded(values: torch.Tensor, offsets: np.ndarray, width: int, side: str, filler: torch.Tensor) -> torch.Tensor:
+    rows, shape = len(offsets) - 1, values.shape[1:]
+    out = from_bytes(kernels.empty(rows * width * ragged_rows.item_bytes(values)), values.dtype, (rows, width, *shape))
+    if out.numel():
+        pad = bytes(flat_bytes(filler).numpy()) * shape.numel()
+        kernels.unpack(values.data_ptr(), offsets, _starts(np.diff(offsets), width, side), _cells(out), pad)
+    return out
+
+
+def _padded_by_torch(values: torch.Tensor, lengths: torch.Tensor, width: int, side: str, filler: torch.Tensor) -> torch.Tensor:
+    """On other devices, for gradients, and for items that do not lie one after the other."""
+    rows, shape = len(lengths), values.shape[1:]
+    out = filler.to(values.device).expand(rows * width, *shape).clone(memory_format=torch.contiguous_format)
+    firsts = np.arange(rows) * width + _starts(lengths.numpy(), width, side)
+    places = torch.from_numpy(Runs(firsts, lengths.numpy()).positions()).to(values.device)
+    if values.requires_grad:
+        out = out.index_copy(0, places, values)
+    else:
+        as_ints(out).index_copy_(0, places, as_ints(values))
+    return out.view(rows, width, *shape)
 
 
 def _width(lengths: torch.Tensor, width: int | None) -> int:

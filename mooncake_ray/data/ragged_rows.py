@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mooncake_ray.data.bits import as_ints, flat_bytes, is_plain
+from mooncake_ray.data import kernels
+from mooncake_ray.data.bits import as_ints, flat_bytes, from_bytes, is_plain
 from mooncake_ray.data.block.read import Runs
 from mooncake_ray.errors import SchemaError
 
@@ -16,6 +17,7 @@ __all__ = [
     "check_items",
     "check_parts",
     "check_rows",
+    "in_memory",
     "item_bytes",
     "join_items",
     "marks",
@@ -100,18 +102,31 @@ def take_items(values: Any, runs: Runs) -> Any:
     if runs.one:
         return values[int(runs.starts[0]) : int(runs.starts[0] + runs.lengths[0])]
     if not isinstance(values, torch.Tensor):
-        return values._take(runs)
-    index = torch.from_numpy(runs.positions()).to(values.device)
-    if values.requires_grad:
-        return values.index_select(0, index)
-    return as_ints(values).index_select(0, index).view(values.dtype)
+        return values.take(runs)
+    if values.requires_grad or not in_memory(values):
+        index = torch.from_numpy(runs.positions()).to(values.device)
+        return values.index_select(0, index) if values.requires_grad else as_ints(values).index_select(0, index).view(values.dtype)
+    item = item_bytes(values)
+    raw = kernels.empty(runs.total * item)
+    kernels.gather(values.data_ptr(), runs.starts * item, runs.lengths * item, raw.ctypes.data)
+    return from_bytes(raw, values.dtype, (runs.total, *values.shape[1:]))
+
+
+def in_memory(values: torch.Tensor) -> bool:
+    """Whether the items lie one after the other in this process's memory, as they are."""
+    return values.device.type == "cpu" and values.is_contiguous() and not (values.is_conj() or values.is_neg())
 
 
 def join_items(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """All items in new memory, bit by bit."""
-    if any(part.requires_grad for part in parts):
+    if any(part.requires_grad or part.device.type != "cpu" for part in parts):
         return torch.cat(list(parts))
-    return torch.cat([as_ints(part) for part in parts]).view(parts[0].dtype)
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    raw = kernels.empty(sum(part.nbytes for part in parts))
+    pieces = [flat_bytes(part) for part in parts]
+    addresses = np.array([piece.data_ptr() for piece in pieces], np.int64)
+    kernels.gather(0, addresses, np.array([piece.nbytes for piece in pieces], np.int64), raw.ctypes.data)
+    return from_bytes(raw, parts[0].dtype, shape)
 
 
 def same_bits(a: Any, b: Any) -> bool:

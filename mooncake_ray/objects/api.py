@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import ray
 
 from mooncake_ray import counters
 from mooncake_ray.errors import ConfigError
 from mooncake_ray.objects import install, routing, session
+from mooncake_ray.store.frameworks import as_stored
 
 __all__ = ["free", "get", "pool_stats", "put", "stats", "wait"]
 
 
-def put(value: Any) -> ray.ObjectRef:
+def put(value: Any, *, typed: bool = False, checksums: bool = False) -> ray.ObjectRef:
     """`ray.put`, with every tensor and array in `value` routed through the pool whatever its size, installed or not.
+
+    Args:
+        typed: Store batches in it column by column and without padding, whatever `Config.typed_batches` says.
+        checksums: … and with a CRC-32 for every column.
 
     Returns a real `ray.ObjectRef`: it can be passed to any Ray call, and the memory follows Ray's reference counting.
     """
     install.open_seams()
-    outer, routing.state.chosen = routing.state.chosen, True
+    state = routing.state
+    outer = state.chosen, state.batch, state.checksums
+    state.chosen, state.batch, state.checksums = True, typed, checksums
     try:
         return ray.put(value)
     finally:
-        routing.state.chosen = outer
+        state.chosen, state.batch, state.checksums = outer
 
 
-def get(refs: ray.ObjectRef | Sequence[ray.ObjectRef], *, timeout: float | None = None) -> Any:
-    """`ray.get`. Tensors are private copy-on-write views, arrays read-only views.
+def get(
+    refs: Any,
+    *,
+    timeout: float | None = None,
+    fields: Iterable[str] | None = None,
+    rows: Any = None,
+    form: Literal["as-put", "ragged", "padded"] = "as-put",
+    lazy: bool = False,
+    verify: bool = False,
+) -> Any:
+    """`ray.get`; and rows and columns of stored batches, of which only the bytes that are asked for are read, all by one request.
+
+    Tensors are private copy-on-write views (or copies, where they were stored narrower), arrays read-only views. They stay valid as long as
+    they live.
+
+    Args:
+        refs: What `ray.get` takes, or a `BatchRef`. For the arguments below a `BatchRef`, or the ref of a batch.
+        timeout: In seconds; None waits for ever.
+        fields: Names of columns; None for all.
+        rows: A slice, row numbers, or a mask of booleans; None for all.
+        form: `as-put`: what was put. `ragged`: columns that have row lengths as `Ragged`, without padding. `padded`: `Ragged` columns as dense
+            tensors, padded on the right with zeros. The last two give a `mooncake_ray.DataProto` whatever was put.
+        lazy: A `DataProto` whose columns are loaded when they are first touched.
+        verify: Compare the whole stored batch with the checksums it was put with.
 
     Raises:
         ObjectLostError (ours and Ray's): the bytes are gone from the pool: freed explicitly, or its broker died.
         ray.exceptions.OwnerDiedError: the process that put the object died.
+        SchemaError: a field is unknown, or the object is no batch.
+        IndexError: a row is out of range.
+        CorruptBlockError: the stored bytes are damaged.
     """
+    if hasattr(refs, "as_put") or fields is not None or rows is not None or form != "as-put" or lazy or verify:
+        from mooncake_ray.objects.batches import get_batch  # needs torch
+
+        return get_batch(refs, fields, rows, form=form, lazy=lazy, verify=verify, timeout=timeout)
     return ray.get(refs, timeout=timeout)
 
 
@@ -45,16 +81,18 @@ def wait(
     return ray.wait(list(refs), num_returns=num_returns, timeout=timeout, fetch_local=fetch_local)
 
 
-def free(refs: ray.ObjectRef | Sequence[ray.ObjectRef]) -> int:
-    """Frees the pool memory of objects now, although refs to them live: a later `ray.get` of them fails. Live views stay valid.
+def free(refs: Any) -> int:
+    """Frees the pool memory of objects (one ref, several, or a `BatchRef`) now, although refs to them live: a later `ray.get` of them fails.
+
+    Live views stay valid.
 
     Only needed where a ref is kept longer than its data. Returns how many pool objects were freed.
     """
-    refs = [refs] if isinstance(refs, ray.ObjectRef) else list(refs)
+    refs = [refs] if isinstance(refs, ray.ObjectRef) else list(getattr(refs, "refs", refs))
     here = session.current()
     if here is None or not refs:
         return 0
-    with session.recording() as opened:
+    with session.recording() as opened, as_stored():
         ray.get(refs)
     ids = sorted({region.id for region in opened})
     here.client.remove(ids)

@@ -27,6 +27,7 @@ from ray.remote_function import RemoteFunction
 
 from mooncake_ray.config import Config
 from mooncake_ray.errors import ConfigError
+from mooncake_ray.integrations import on_import
 from mooncake_ray.objects import losses, routing, session
 from mooncake_ray.objects.async_items import ItemExecutor
 
@@ -76,6 +77,7 @@ def uninstall() -> None:
         while _originals:
             owner, name, value = _originals.pop()
             setattr(owner, name, value)
+        on_import.unwatch()
         if os.environ.get(_HOOK_VARIABLE) == _OUR_HOOK:
             del os.environ[_HOOK_VARIABLE]
             if users := os.environ.pop(_USERS_HOOK_VARIABLE, None):
@@ -122,6 +124,7 @@ def open_seams() -> None:
     with _lock:
         if _originals:
             return
+        on_import.watch()
         _replace(ray_serialization, "pickle", routing.RoutingPickle(ray_serialization.pickle))
         context = ray_serialization.SerializationContext
         _replace(context, "serialize", routing.serialize_with(context.serialize))

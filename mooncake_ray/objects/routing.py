@@ -54,6 +54,8 @@ class _State(threading.local):
     returning: tuple[bytes, int] | None = None  # the task whose returns this thread is storing, and its attempt
     ordinal: int = 0
     chosen: bool = False  # the code that is running asked for the pool by name
+    batch: bool = False  # … for a batch, to be stored typed
+    checksums: bool = False  # … and with checksums
 
 
 state = _State()
@@ -134,7 +136,7 @@ def _route(obj: Any, smallest: int, place: Place, protocol: int | None, buffer_c
         here = session.current()
         if here is None:
             return None
-        packer = _RayPacker(here.client, smallest)
+        packer = _RayPacker(here, smallest)
         buffers: list[Any] = []  # handed on only when nothing can fail any more
         with io.BytesIO() as file:
             _RayPickler(file, packer, protocol, buffers.append).dump(obj)
@@ -218,10 +220,10 @@ def _warn_once(kind: type, e: Exception) -> None:
 class _RayPacker(Packer):
     """Also passes on, without a copy, what this process has mapped from the pool and not changed."""
 
-    def __init__(self, client: pool.Client, smallest: int) -> None:
-        super().__init__(smallest)
-        self.client = client
-        self.id = client.new_id()
+    def __init__(self, here: session.Session, smallest: int) -> None:
+        super().__init__(smallest, typed=here.config.typed_batches or state.batch, checksums=state.checksums)
+        self.client = here.client
+        self.id = here.client.new_id()
         self.foreign: dict[bytes, _There] = {}
         self.bytes_passed_on = 0
 

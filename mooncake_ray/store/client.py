@@ -94,7 +94,7 @@ class Store:
             StoreFullError: no room before the deadline; nothing was stored.
         """
         client = self.client
-        packer = Packer()
+        packer = Packer(typed=self.config.typed_batches)
         file = io.BytesIO()
         file.write(_HEADER.pack(_MAGIC, 0))
         _Pickler(file, packer).dump(value)

@@ -6,16 +6,19 @@ object of it is seen; a package that is not used is never imported.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["reduce", "register"]
+__all__ = ["as_stored", "reduce", "register", "stored_only"]
 
 _REDUCERS = {  # class → function(packer, obj) that gives a reduction, or NotImplemented for the class's own pickling
     "mooncake_ray.data.proto:DataProto": "mooncake_ray.data.packed:reduce_batch",
     "mooncake_ray.data.lazy:Handle": "mooncake_ray.data.packed:reduce_handle",
     "verl.protocol:DataProto": "mooncake_ray.integrations.verl:reduce_batch",
+    "tensordict._td:TensorDict": "mooncake_ray.integrations.tensordict:reduce_tensordict",
 }
 _known: dict[type, Callable[[Any, Any], Any] | None] = {}
 
@@ -43,3 +46,21 @@ def _find(cls: type) -> Callable[[Any, Any], Any] | None:
             module, attribute = name.split(":")
             return getattr(importlib.import_module(module), attribute)
     return None
+
+
+_reading = threading.local()
+
+
+@contextlib.contextmanager
+def as_stored() -> Iterator[None]:
+    """Meanwhile this thread unpickles batches of every class as a `mooncake_ray.DataProto` whose columns are not loaded."""
+    outer, _reading.lazily = stored_only(), True
+    try:
+        yield
+    finally:
+        _reading.lazily = outer
+
+
+def stored_only() -> bool:
+    """Whether this thread is in `as_stored`."""
+    return getattr(_reading, "lazily", False)

@@ -174,9 +174,9 @@ _SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 class Packer:
     """Takes tensors and arrays of at least `smallest` bytes out of one pickle. Used by one thread, once."""
 
-    def __init__(self, smallest: int = _SMALL, checksums: bool = False) -> None:
-        """`checksums`: batches are stored with them."""
-        self.smallest, self.checksums = smallest, checksums
+    def __init__(self, smallest: int = _SMALL, *, typed: bool = True, checksums: bool = False) -> None:
+        """`typed`: batches are stored column by column, without padding; `checksums`: and with checksums."""
+        self.smallest, self.typed, self.checksums = smallest, typed, checksums
         self.segments = Segments()
         self.here = Here()
         torch = sys.modules.get("torch")
@@ -230,7 +230,7 @@ class Packer:
                 and tensor.device.type == "cpu"
                 and tensor.nbytes >= self.smallest
                 and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
-                and tensor._backward_hooks is None
+                and not tensor._backward_hooks
                 and not hasattr(tensor, "__tensor_flatten__")
             )
         except (RuntimeError, NotImplementedError):  # a wrapper without storage

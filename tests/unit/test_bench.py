@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import BENCHES, actor_pipeline, payloads, processes, put_get, report, spill
+from bench import BENCHES, actor_pipeline, batch_server, driver_server, partial_server, payloads, processes, put_get, report, spill
 from bench.__main__ import main
 from bench.report import Result, Target, compare, duration, json_lines, quantity, summarize, tables, target_table
 from bench.server import SUBJECTS
@@ -144,7 +144,8 @@ def test_every_subject_has_a_process():
     held = [name for names in SUBJECTS.values() for name in names]
     assert len(held) == len(set(held))
     assert all(set(step.subjects) <= set(held) for step in put_get.plan())
-    assert SUBJECTS.keys() == ENVIRONMENTS.keys()
+    kinds = {kind for held in (SUBJECTS, batch_server.SUBJECTS, partial_server.SUBJECTS, driver_server.SUBJECTS) for kind in held}
+    assert kinds == ENVIRONMENTS.keys()
 
 
 def test_the_working_set_is_four_times_the_store():

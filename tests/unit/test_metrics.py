@@ -9,9 +9,9 @@ import threading
 import pytest
 from pool_sample import STATS
 
+from mooncake_ray import counters
 from mooncake_ray.cli.grafana import DASHBOARD
 from mooncake_ray.errors import BrokerDiedError
-from mooncake_ray import counters
 from mooncake_ray.objects import metrics
 
 

@@ -229,6 +229,14 @@ def test_a_slice_does_not_take_its_whole_storage_along():
     assert torch.equal(unpack(blob, memory), whole[100:1100])
 
 
+def test_a_tensor_that_was_unpickled_before_is_packed():
+    """Torch leaves it with a dict of no hooks where others have None; so does a checkpoint that is loaded."""
+    value = pickle.loads(pickle.dumps(torch.arange(1000)))
+    blob, memory, _ = pack(value)
+    assert len(memory) == value.nbytes
+    assert_same_tensor(unpack(blob, memory), value)
+
+
 def test_tensors_that_are_written_do_not_meet():
     a, b = torch.zeros(1000), torch.zeros(1000)
     out_a, out_b = round_trip([a, b])

@@ -35,16 +35,18 @@ class ColumnEncoder:
         self._starts = np.zeros(rows, np.int64)
 
     def dense(self, columns: Mapping[str, Plain]) -> dict[str, dict[str, Any]]:
-        """Nodes of dense columns, by name."""
+        """Nodes of dense columns, by name, in the order in which their buffers were added."""
         nodes: dict[str, dict[str, Any]] = {}
         masks = {name: plain for name, plain in columns.items() if _may_be_mask(plain)}
         for name, plain in sorted(masks.items(), key=lambda entry: -entry[1].width):
-            node = self._mask(plain)
+            with self.out.column(name):
+                node = self._mask(plain)
             if node is not None:
                 nodes[name] = node
         rest = [name for name in columns if name not in nodes]
         for name in sorted(rest, key=lambda name: -columns[name].width):  # parts after what they are parts of
-            nodes[name] = self._column(columns[name])
+            with self.out.column(name):
+                nodes[name] = self._column(columns[name])
             if nodes[name]["kind"] != "part":
                 self._dense[name] = columns[name]
         return nodes
@@ -86,10 +88,14 @@ class ColumnEncoder:
         if plain.dtype in ("int32", "int64") and not plain.tail and kernels.is_positions(cells, family.starts, family.lengths):
             return {**node, "fill": "positions"}
         pad = _bytes_at(_first_outside(plain, family), plain.cell)
-        if not kernels.outside_is(cells, family.starts, family.lengths, pad):
-            return None
         spans = fill.Spans(plain, plain.stride, plain.rows, family.starts, family.lengths)
-        return {**node, "pad": pad.hex(), **fill.encode(spans, self.out, pad)}
+        if kernels.outside_is(cells, family.starts, family.lengths, pad):
+            return {**node, "pad": pad.hex(), **fill.encode(spans, self.out, pad)}
+        pads = fill.pads_of(cells, family)
+        if pads is None:
+            return None
+        kinds, which = pads
+        return {**node, "pad": [kinds.tobytes().hex(), self.out.add(which)], **fill.encode(spans, self.out, b"\1")}
 
     def lengths(self, offsets: np.ndarray) -> dict[str, Any]:
         """The part of a ragged node that says how long its rows are: int64 (rows + 1,) offsets."""
@@ -108,22 +114,39 @@ class ColumnEncoder:
         flat = Plain(values.owner, values.address, (self.rows, 0, *values.shape[1:]), 0, values.dtype, values.item)
         if not cell:
             return {**node, "fill": "values", "wire": values.dtype, "at": self.out.add(np.empty(0, np.uint8))}
-        for other, (its, family) in self._ragged.items():
-            same = its.dtype == flat.dtype and its.shape == flat.shape and np.array_equal(family.lengths, lengths)
-            if same and (its.address == flat.address or _same_runs(flat, starts, its, family.starts, lengths, cell)):
-                return {**node, "of": other}
-        self._ragged[name] = flat, Family(lengths, starts, -1)
-        return {**node, **fill.encode(fill.Spans(flat, 0, self.rows, starts, lengths), self.out)}
+        for other, (its, at) in self._ragged.items():
+            if its.dtype == flat.dtype and its.tail == flat.tail and (side := _side_of(flat, starts, lengths, its, at)) is not None:
+                return {**node, "of": other, "side": side}
+        node.update(fill.encode(fill.Spans(flat, 0, self.rows, starts, lengths), self.out))
+        if node["fill"] == "values":
+            self._ragged[name] = flat, Family(lengths, starts, -1)
+        return node
 
 
-def _same_runs(a: Plain, a_starts: np.ndarray, b: Plain, b_starts: np.ndarray, lengths: np.ndarray, cell: int) -> bool:
-    """Whether two ragged columns of the same lengths hold the same bits. Only where both are without gaps, as they nearly always are."""
-    total = int(lengths.sum()) * cell
-    gapless = all((np.diff(starts) == lengths[:-1]).all() for starts in (a_starts, b_starts))
-    if not gapless or not total:
-        return gapless
-    at = (plain.address + int(starts[0]) * cell for plain, starts in ((a, a_starts), (b, b_starts)))
-    return kernels.rows_equal(*(Cells(address, 1, total, total, 1) for address in at))
+def _side_of(part: Plain, starts: np.ndarray, lengths: np.ndarray, whole: Plain, at: Family) -> str | None:
+    """On which side of another column's rows this one's are found, bit by bit; `left` for the same."""
+    if (lengths > at.lengths).any() or not lengths.any():
+        return None
+    mine = None
+    for side, first in (("left", at.starts), ("right", at.starts + at.lengths - lengths)):
+        row = int(np.argmax(lengths > 0))
+        if _span(part, starts[row], 1) != _span(whole, first[row], 1):
+            continue
+        mine = _packed(part, starts, lengths) if mine is None else mine
+        its = _packed(whole, first, lengths)
+        if kernels.rows_equal(*(Cells(c.ctypes.data, 1, c.nbytes, c.nbytes, 1) for c in (mine, its))):
+            return side
+    return None
+
+
+def _span(plain: Plain, first: int, length: int) -> bytes:
+    return _bytes_at(plain.address + int(first) * plain.cell, length * plain.cell)
+
+
+def _packed(plain: Plain, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    out = kernels.empty(int(lengths.sum()) * plain.cell)
+    kernels.pack(Cells(plain.address, len(starts), 0, 0, plain.cell), np.ascontiguousarray(starts), lengths, out.ctypes.data)
+    return out
 
 
 def _shape(plain: Plain) -> dict[str, Any]:

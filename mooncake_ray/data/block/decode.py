@@ -10,10 +10,10 @@ import numpy as np
 
 from mooncake_ray.data import kernels
 from mooncake_ray.data.block import fill
-from mooncake_ray.data.block.families import Family
+from mooncake_ray.data.block.families import Family, offsets_of
 from mooncake_ray.data.block.index import Field, Index
 from mooncake_ray.data.block.plain import kind_of, one_of, width_of
-from mooncake_ray.data.block.read import Read, Runs, Steps
+from mooncake_ray.data.block.read import Read, Runs, Steps, together
 from mooncake_ray.data.kernels import Cells
 from mooncake_ray.errors import CorruptBlockError
 
@@ -59,7 +59,7 @@ def _part(index: Index, field: Field, rows: Runs, shape: tuple[int, ...]) -> Ste
     first, width = node["first"], shape[1] if len(shape) > 1 else 1
     kind, full = base.node["kind"], base.node["shape"][0] if len(shape) > 1 else 1
     if kind == "const" or full == width:
-        like = Field(field.name, field.form, {**base.node, "shape": node["shape"]})
+        like = Field(field.name, field.form, {**base.node, "shape": node["shape"]}, base.buffers)
         return (yield from dense(index, like, rows))
     if not 0 <= first <= full - width:
         raise CorruptBlockError(f"field {field.name!r} is said to begin at column {first} of {base.name!r}, which has {full}")
@@ -83,32 +83,54 @@ def _padded(family: Family, first: int, node: dict[str, Any], rows: Runs, shape:
     chosen, values_at = _choose(family, first, rows, shape[1])
     out = kernels.empty(math.prod(shape) * item)
     grid = Cells(out.ctypes.data, rows.total, shape[1], shape[1] * cell, cell)
-    filled = node["fill"]
+    filled, per = node["fill"], cell // item if item else 1
+    around = _pads(node.get("pad", ""), rows, cell)
+    (pad, pads, which), (got, wire) = yield from together([around, _content(node, rows, values_at.scaled(per), cell)])
     if filled == "values":
-        per = cell // item
-        numbers = Cells(grid.address, rows.total, shape[1] * per, grid.stride, item)
-        values, wire = yield from fill.read_items(node, values_at.scaled(per))
-        _check_bytes(values, wire, chosen.total * per)
-        pad = bytes.fromhex(node["pad"])
+        _check_bytes(got, wire, chosen.total * per)
         if per > 1 and pad != pad[:item] * per:  # a pad that differs along the tail: positions are placed, not numbers
-            values, wire = widened(values, wire, dtype, chosen.total * per), dtype
+            values = widened(got, wire, dtype, chosen.total * per)
             kernels.unpack(values.ctypes.data, chosen.offsets, chosen.starts, grid, pad)
         else:
-            fill.write_items(values, wire, dtype, chosen.offsets * per, chosen.starts * per, numbers, pad[:item])
+            numbers = Cells(grid.address, rows.total, shape[1] * per, grid.stride, item)
+            fill.write_items(got, wire, dtype, chosen.offsets * per, chosen.starts * per, numbers, pad[:item])
     elif filled == "positions":
         kernels.fill_positions(grid, chosen.starts, chosen.lengths)
     elif filled == "ones":
-        kernels.fill_spans(grid, chosen.starts, chosen.lengths, np.tile(_one(dtype), (rows.total, 1)), bytes.fromhex(node["pad"]))
-    elif filled in ("row", "last"):
-        (got,) = yield [Read.items(node["at"], rows, cell)]
+        kernels.fill_spans(grid, chosen.starts, chosen.lengths, np.tile(_one(dtype), (rows.total, 1)), pad)
+    else:
         each = fill.check_rows(got, rows.total, cell, "a column of one value a row")
         if filled == "row":
-            kernels.fill_spans(grid, chosen.starts, chosen.lengths, each, bytes.fromhex(node["pad"]))
+            kernels.fill_spans(grid, chosen.starts, chosen.lengths, each, pad)
         else:
             kernels.fill_last(grid, chosen.starts, chosen.lengths, each)
-    else:
-        raise CorruptBlockError(f"a column is said to be filled with {filled!r}")
+    if pads is not None:
+        fill.repad(grid, chosen, pads, which)
     return Dense(out, dtype, shape)
+
+
+def _content(node: dict[str, Any], rows: Runs, numbers: Runs, cell: int) -> Steps[tuple[np.ndarray, str]]:
+    """The bytes that a fill is stored as, and for `values` their dtype."""
+    filled = node["fill"]
+    if filled == "values":
+        return (yield from fill.read_items(node, numbers))
+    if filled in ("ones", "positions"):
+        return np.empty(0, np.uint8), ""
+    if filled not in ("row", "last"):
+        raise CorruptBlockError(f"a column is said to be filled with {filled!r}")
+    (got,) = yield [Read.items(node["at"], rows, cell)]
+    return got, ""
+
+
+def _pads(stored: str | list[Any], rows: Runs, cell: int) -> Steps[tuple[bytes, np.ndarray | None, np.ndarray | None]]:
+    """What is around the spans; and where the rows differ in it all there is, uint8 (pads, cell), and which each row has."""
+    if isinstance(stored, str):
+        return bytes.fromhex(stored), None, None
+    pads = np.frombuffer(bytes.fromhex(stored[0]), np.uint8).reshape(-1, cell)
+    (which,) = yield [Read(stored[1], rows)]
+    if which.size and which.max() >= len(pads):
+        raise CorruptBlockError(f"a row is said to have pad {which.max()} of {len(pads)}")
+    return pads[0].tobytes(), pads, which
 
 
 def _choose(family: Family, first: int, rows: Runs, width: int) -> tuple[Family, Runs]:
@@ -147,36 +169,50 @@ def ragged(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
         base = index.base(field.name).node
         first, width = node["first"], node["shape"][0]
         node = {**base, "shape": node["shape"]}
-    elif "of" in node:  # a ragged column with the values of another
-        node = {**index.base(field.name).node, "family": node["family"]}
+    elif "of" in node:
+        return (yield from _side(index, field, rows))
     family = index.family(node["family"])
     tail = tuple(node["tail"] if node["kind"] == "ragged" else node["shape"][1:])
     dtype, cell = node["dtype"], _cell(node["dtype"], (1, *tail))
     chosen, values_at = _choose(family, first, rows, family.width if width < 0 else width)
     total, shape = chosen.total, (chosen.total, *tail)
     filled = node["fill"]
+    got, wire = yield from _content(node, rows, values_at.scaled(math.prod(tail)), cell)
     if filled == "values":
-        values, wire = yield from fill.read_items(node, values_at.scaled(math.prod(tail)))
-        return RaggedRows(Dense(widened(values, wire, dtype, total * math.prod(tail)), dtype, shape), chosen.offsets)
+        return RaggedRows(Dense(widened(got, wire, dtype, total * math.prod(tail)), dtype, shape), chosen.offsets)
+    out = kernels.empty(total * cell)
+    flat = Cells(out.ctypes.data, rows.total, 0, 0, cell)
+    starts = chosen.offsets[:-1]
     if filled == "positions":
-        at = np.arange(total) - np.repeat(chosen.offsets[:-1], chosen.lengths)
-        if first > 0:
-            at += np.repeat(np.maximum(first - family.starts[rows.positions()], 0), chosen.lengths)
-        return RaggedRows(Dense(at.astype(dtype).view(np.uint8), dtype, shape), chosen.offsets)
-    if filled == "ones":
-        return RaggedRows(Dense(_repeated(_one(dtype), total), dtype, shape), chosen.offsets)
-    if filled not in ("row", "last"):
-        raise CorruptBlockError(f"field {field.name!r} is said to be filled with {filled!r}")
-    (got,) = yield [Read.items(node["at"], rows, cell)]
-    each = fill.check_rows(got, rows.total, cell, f"field {field.name!r}").view(f"V{cell}").reshape(-1)
-    if filled == "row":
-        out = np.repeat(each, chosen.lengths)
+        kernels.fill_positions(flat, starts, chosen.lengths)
+        if first > 0:  # a part that begins in the middle of the span
+            out.view(dtype)[:] += np.repeat(np.maximum(first - family.starts[rows.positions()], 0), chosen.lengths).astype(dtype)
+    elif filled == "ones":
+        kernels.fill_spans(flat, starts, chosen.lengths, np.tile(_one(dtype), (rows.total, 1)), bytes(cell))
     else:
-        out = np.zeros(total, each.dtype)
-        whole = family.lengths[rows.positions()] - (np.maximum(first - family.starts[rows.positions()], 0) if first > 0 else 0)
-        has = (chosen.lengths > 0) & (chosen.lengths == whole)  # a part may end before the last position
-        out[chosen.offsets[1:][has] - 1] = each[has]
-    return RaggedRows(Dense(out.view(np.uint8), dtype, shape), chosen.offsets)
+        each = fill.check_rows(got, rows.total, cell, f"field {field.name!r}")
+        if filled == "row":
+            kernels.fill_spans(flat, starts, chosen.lengths, each, bytes(cell))
+        else:
+            skipped = np.maximum(first - family.starts[rows.positions()], 0) if first > 0 else 0
+            ends_here = chosen.lengths == family.lengths[rows.positions()] - skipped  # a part may end before the last position
+            kernels.fill_last(flat, starts, chosen.lengths, np.where(ends_here[:, None], each, 0).astype(np.uint8))
+    return RaggedRows(Dense(out, dtype, shape), chosen.offsets)
+
+
+def _side(index: Index, field: Field, rows: Runs) -> Steps[RaggedRows]:
+    """A ragged column whose rows are one side of another's."""
+    base, at = index.base(field.name).node, rows.positions()
+    whole, own = index.family(base["family"]), index.family(field.node["family"])
+    skipped = whole.lengths[at] - own.lengths[at]
+    if base["kind"] != "ragged" or base["fill"] != "values" or (skipped < 0).any():
+        raise CorruptBlockError(f"field {field.name!r} is said to be part of {field.node['of']!r}, whose rows are shorter or not stored")
+    starts = whole.offsets[at] + (skipped if field.node["side"] == "right" else 0)
+    per, dtype, tail = math.prod(base["tail"]), base["dtype"], tuple(base["tail"])
+    lengths = own.lengths[at]
+    got, wire = yield from fill.read_items(base, _joined(Runs(starts, lengths)).scaled(per))
+    total = int(lengths.sum())
+    return RaggedRows(Dense(widened(got, wire, dtype, total * per), dtype, (total, *tail)), offsets_of(lengths))
 
 
 def _cell(dtype: str, shape: tuple[int, ...]) -> int:

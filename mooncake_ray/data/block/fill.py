@@ -18,12 +18,14 @@ import numpy as np
 
 from mooncake_ray.data import kernels
 from mooncake_ray.data.block.chunk import Builder, Chunk
+from mooncake_ray.data.block.families import Family
+from mooncake_ray.data.block.node import bits
 from mooncake_ray.data.block.plain import Plain, kind_of, one_of, width_of, wire_of
 from mooncake_ray.data.block.read import Read, Runs, Steps
 from mooncake_ray.data.kernels import Cells
 from mooncake_ray.errors import CorruptBlockError
 
-__all__ = ["Spans", "check_rows", "encode", "encode_items", "read_bits", "read_items", "write_items"]
+__all__ = ["Spans", "check_rows", "encode", "encode_items", "read_items", "write_items"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Spans:
 
     @property
     def width(self) -> int:
-        return self.plain.shape[1] if self.stride else 0
+        return self.plain.width if self.stride else 0
 
     def cells(self) -> Cells:
         """Positions with their tails."""
@@ -55,7 +57,7 @@ def encode(spans: Spans, out: Builder, pad: bytes | None = None) -> dict[str, An
     """The part of a node that says what the spans hold.
 
     Args:
-        pad: what is around the spans, and has been proved to be; None where nothing is.
+        pad: what is around the spans, and has been proved to be; None where nothing is, not zero where it differs between rows.
     """
     plain, cells = spans.plain, spans.cells()
     if int(spans.lengths.sum()) > spans.rows:  # else one value a row is no less than all of them
@@ -112,33 +114,49 @@ def _one_run(cells: Cells, starts: np.ndarray, lengths: np.ndarray) -> int | Non
     return cells.address + int(at[0]) if gapless else None
 
 
+def pads_of(cells: Cells, family: Family) -> tuple[np.ndarray, np.ndarray] | None:
+    """The few pads of a column whose rows each have one around their span, as 0.0 and -0.0.
+
+    Returns uint8 (pads, item), and which of them each row has, uint8 (rows,).
+    None where a row has several, or the rows more than 256.
+    """
+    ends = family.starts + family.lengths
+    before = kernels.inside_constant(cells, np.zeros_like(ends), family.starts)
+    after = before if before is None else kernels.inside_constant(cells, ends, family.width - ends)
+    if before is None or after is None:
+        return None
+    both = (family.starts > 0) & (ends < family.width)
+    if not np.array_equal(before[both], after[both]):
+        return None
+    pads = np.where((family.starts > 0)[:, None], before, after)
+    kinds, which = np.unique(pads.view(f"V{cells.item}").reshape(-1), return_inverse=True)
+    return (kinds.view(np.uint8).reshape(-1, cells.item), which.astype(np.uint8)) if len(kinds) <= 256 else None
+
+
 # ---- the way back
+
+
+def repad(grid: Cells, family: Family, pads: np.ndarray, which: np.ndarray) -> None:
+    """Gives the rows that do not have the first pad their own, around their spans."""
+    rows = np.flatnonzero(which)
+    first = rows * grid.width
+    ends = first + family.starts[rows] + family.lengths[rows]
+    flat = Cells(grid.address, len(rows), 0, 0, grid.item)  # of which only spans are written
+    for starts, lengths in ((first, family.starts[rows]), (ends, first + grid.width - ends)):
+        if lengths.any():
+            kernels.fill_spans(flat, starts, np.ascontiguousarray(lengths), pads[which[rows]], bytes(grid.item))
 
 
 def read_items(node: dict[str, Any], at: Runs) -> Steps[tuple[np.ndarray, str]]:
     """Fetches numbers that `encode_items` stored: those at the positions `at` of all. Returns their bytes and their dtype; bits as bytes."""
     wire = node["wire"]
     if wire == "bits":
-        return (yield from read_bits(node["at"], at)), "uint8"
+        return (yield from bits(node["at"], at)).view(np.uint8), "uint8"
     (got,) = yield [Read.items(node["at"], at, width_of(wire))]
     return got, wire
 
 
-def read_bits(buffer: int, at: Runs) -> Steps[np.ndarray]:
-    """Bits at those positions of a bit string, one byte each: 0 or 1."""
-    first = at.starts // 8
-    spans = Runs(first, -(-(at.starts + at.lengths) // 8) - first)
-    (got,) = yield [Read(buffer, spans)]
-    bits = np.unpackbits(got, bitorder="little")
-    if at.one:
-        return bits[int(at.starts[0] % 8) :][: at.total]
-    begin = np.cumsum(spans.lengths) - spans.lengths  # where each run's bytes went
-    return bits[Runs(begin * 8 + at.starts % 8, at.lengths).positions()]
-
-
-def write_items(
-    values: np.ndarray, wire: str, dtype: str, item: int, offsets: np.ndarray, starts: np.ndarray, to: Cells, pad: bytes
-) -> None:
+def write_items(values: np.ndarray, wire: str, dtype: str, offsets: np.ndarray, starts: np.ndarray, to: Cells, pad: bytes) -> None:
     """Places the numbers of each row at `starts` in a padded grid, and the pad around them. Widens what was narrowed."""
     if wire == dtype:
         kernels.unpack(values.ctypes.data, offsets, starts, to, pad)
