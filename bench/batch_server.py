@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench import payloads, serving, workloads
-from bench.subjects import Pool, Ray, Roundtrips, timed
+from bench.subjects import Ray, Roundtrips, timed, until_empty
 
 __all__ = ["SUBJECTS"]
 
@@ -57,29 +57,34 @@ class _Pickle(Roundtrips):
         return len(self.put(self.value))
 
 
-class _Pool(Roundtrips, Pool):
+class _Pool(Roundtrips):
     """Batches as refs that know rows and columns, with every column there in one of its forms when `get` returns."""
 
     def __init__(self, form: str) -> None:
-        Pool.__init__(self, actors=None)
         import mooncake_ray
 
         self._form, self._pool = form, mooncake_ray
 
-    def put(self, value: Any) -> Any:  # type: ignore[override]
+    def put(self, value: Any) -> Any:
         return self._pool.put_batch(value)
 
-    def get(self, handle: Any) -> Any:  # type: ignore[override]
+    def get(self, handle: Any) -> Any:
         return self._pool.get(handle, form=self._form)
+
+    def drop(self, handles: list[Any]) -> None:
+        handles.clear()
+        until_empty(self._pool.pool_stats)
 
     def check(self) -> None:
         """In the form that it was put in, whatever form is timed."""
         handles = [self.put(self.value)]
         got = self._pool.get(handles[0], form="as-put")
         assert payloads.same(got, self.value), "pool: what came back is not what went in"
-        rows = len(self.get(handles[0]))
-        assert rows == len(handles[0]), f"pool: {rows} rows came back, not {len(handles[0])}"
-        del got
+        got = self.get(handles[0])
+        columns = got if isinstance(got, dict) else {**got.batch, **got.non_tensor_batch}
+        short = [name for name, column in columns.items() if len(column) != len(handles[0])]
+        assert not short, f"pool: columns {short} came back without all {len(handles[0])} rows"
+        del got, columns
         self.drop(handles)
 
     def stored(self) -> int:

@@ -111,13 +111,12 @@ class _Server:
 
 
 def _pickled_bytes(value: Any) -> int:
-    """Of a ref of Ray's, what its object takes in the store; of anything else, what Ray would pickle."""
+    """What an object takes in Ray's store, as Ray pickles it. Pickled outside of Ray, the refs in it would never be let go."""
     import ray
     from ray.experimental import get_object_locations
 
-    if isinstance(value, ray.ObjectRef):
-        return get_object_locations([value])[value]["object_size"]
-    return len(ray.cloudpickle.dumps(value))
+    ref = value if isinstance(value, ray.ObjectRef) else ray.put(value)
+    return get_object_locations([ref])[ref]["object_size"]
 
 
 def _memory(name: str) -> int:

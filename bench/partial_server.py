@@ -42,7 +42,7 @@ class _Server:
         self._pool = mooncake_ray
         self._ref: Any = None
 
-    def load(self, workload: str) -> dict[str, int]:
+    def load(self, subject: str, workload: str) -> dict[str, int]:
         """Stores the batch, and checks every selection. Returns the bytes that each needs."""
         rollout = workloads.build(workload)
         batch = workloads.padded(rollout)
@@ -53,7 +53,7 @@ class _Server:
             assert payloads.same(got, wanted), f"{what}: what came back is not what was selected"
         return needed(rollout)
 
-    def get(self, what: str) -> tuple[float, int]:
+    def get(self, subject: str, what: str) -> tuple[float, int]:
         """Gets a selection, or the whole batch. Returns seconds, and bytes that were read."""
         rows = selected(len(self._ref)).get(what)
         fields = None if what == "whole" else FIELDS

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench import payloads
 
-__all__ = ["CHUNKS", "SMALL_OPS", "Memcpy", "Pool", "Ray", "Roundtrips", "StoreOnly", "Subject", "timed"]
+__all__ = ["CHUNKS", "SMALL_OPS", "Memcpy", "Pool", "Ray", "Roundtrips", "StoreOnly", "Subject", "timed", "until_empty"]
 
 CHUNKS = 16
 SMALL_OPS = 100  # in one round, as one is too short to time
@@ -189,7 +189,7 @@ class StoreOnly(Subject):
     def drop(self, handles: list[Any]) -> None:
         self._store.free(handles)
         handles.clear()
-        _until_empty(self._store.stats)
+        until_empty(self._store.stats)
 
     def close(self) -> None:
         self._store.close()
@@ -228,7 +228,7 @@ class Pool(Ray):
         import mooncake_ray
 
         handles.clear()
-        _until_empty(mooncake_ray.pool_stats)
+        until_empty(mooncake_ray.pool_stats)
         time.sleep(_SETTLE_S)
 
     def check(self) -> None:
@@ -252,7 +252,8 @@ class Pool(Ray):
         return {"pass": end - start, "bytes_copied": copied}
 
 
-def _until_empty(stats: Callable[[], dict[str, Any]]) -> None:
+def until_empty(stats: Callable[[], dict[str, Any]]) -> None:
+    """Returns when the pool has all of its memory back."""
     deadline = time.monotonic() + _GIVEN_BACK_S
     while stats()["used_bytes"]:
         if time.monotonic() > deadline:
