@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -75,3 +76,16 @@ def test_references():
         columns([{key: value}, {}])
     del found, parts
     assert (sys.getrefcount(key), sys.getrefcount(value)) == before
+
+
+def test_garbage_is_collected_afterwards_as_before():
+    assert gc.isenabled()
+    dicts(["a"], [[1]], 1)
+    dicts([1], [[1]], 1)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        dicts(["a"], [[1]], 1)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
