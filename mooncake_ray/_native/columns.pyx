@@ -68,6 +68,7 @@ cdef extern from * namespace "mcr" nogil:
     cdef cppclass CPages "mcr::Pages":
         CPages(size_t bytes) except +
         byte* data()
+    size_t c_kept "mcr::Pages::kept"(cbool release)
 
 
 cdef CCells cells_of(object cells) except *:
@@ -285,8 +286,13 @@ def set_cores(unsigned cores):
     c_set_cores(cores)
 
 
+def kept(cbool release=False):
+    """Bytes that were given back and are kept for the next `Pages`; `release` unmaps them."""
+    return c_kept(release)
+
+
 cdef class Pages:
-    """Fresh zeroed memory in huge pages, through the buffer protocol; given back when the last view of it dies."""
+    """Memory of undefined contents in huge pages, through the buffer protocol; given back when the last view of it dies."""
 
     cdef CPages* pages
     cdef Py_ssize_t nbytes

@@ -19,7 +19,9 @@ def columns(list values not None):
     cdef Py_ssize_t n = len(values), width, row, at, place
     cdef PyObject *key
     cdef PyObject *value
-    cdef list keys = list(<dict?> values[0]) if n else []
+    if n and type(values[0]) is not dict:
+        raise TypeError(f"row 0 is a {type(values[0]).__name__}, not a dict")
+    cdef list keys = list(values[0]) if n else []
     width = len(keys)
     cdef list result = [[None] * n for _ in range(width)]
     for row in range(n):

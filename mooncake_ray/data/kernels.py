@@ -162,7 +162,11 @@ def fill_positions(cells: Cells, starts: np.ndarray, lengths: np.ndarray) -> Non
 
 
 def empty(nbytes: int) -> np.ndarray:
-    """A uint8 array (nbytes,) of undefined contents, writable, for bytes that come next. Large ones are in huge pages where there are any."""
+    """A uint8 array (nbytes,) of undefined contents, writable, for bytes that come next.
+
+    A large one is in huge pages where there are any; when it dies, its memory is kept for the next of about that size (256 MiB at most in a
+    process, which the kernel may take back).
+    """
     if nbytes < _PAGES_FROM:
         return np.empty(nbytes, np.uint8)
     return np.frombuffer(columns.Pages(nbytes), np.uint8)

@@ -37,6 +37,8 @@ COUNTERS = {  # name → (what this process counts, description, tag)
     "mooncake_ray_gets": ("opened", "Values read from the pool", ()),
     "mooncake_ray_put_bytes": ("bytes_copied", "Bytes copied into the pool", ()),
     "mooncake_ray_passed_on_bytes": ("bytes_passed_on", "Bytes that were in the pool already, and were passed on without a copy", ()),
+    "mooncake_ray_batch_written_bytes": ("batch_bytes_written", "Bytes of batches that were stored column by column", ()),
+    "mooncake_ray_batch_read_bytes": ("batch_bytes_read", "Bytes of columns that were read out of stored batches", ()),
     "mooncake_ray_fallbacks": ("fallbacks:", "Values that Ray's own object store took, by reason", ("reason",)),
     "mooncake_ray_put_waits": ("waits", f"Puts that waited for room for more than {_A_WAIT_S * 1000:.0f} ms", ()),
     "mooncake_ray_put_wait_seconds": ("waited_s", "Time that these puts waited", ()),

@@ -1,5 +1,6 @@
 // The kernels over cells, item by item: what they say, what they write, and that they touch nothing else. Memory is exactly as large as it may be.
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <random>
 
@@ -338,13 +339,57 @@ TEST(refusals) {
   CHECK(refused(-1, 1, 0) && refused(0, -1, 0) && !refused(8, 0, 8) && !refused(0, 8, 8) && !refused(20, 12, 0));
 }
 
+constexpr size_t kMiB = 1 << 20;
+
 TEST(pages) {
-  for (size_t bytes : {size_t{1}, size_t{2} << 20, (size_t{5} << 20) + 1}) {
+  for (size_t bytes : {size_t{1}, 2 * kMiB, 5 * kMiB + 1}) {
+    mcr::Pages::kept(true);
     mcr::Pages pages(bytes);
-    CHECK_EQ(reinterpret_cast<uintptr_t>(pages.data()) % (2 << 20), 0u);
+    CHECK_EQ(reinterpret_cast<uintptr_t>(pages.data()) % (2 * kMiB), 0u);
     CHECK(pages.data()[0] == std::byte{0} && pages.data()[bytes - 1] == std::byte{0});
     std::memset(pages.data(), 1, bytes);
   }
+}
+
+TEST(pages_are_kept_up_to_a_limit) {
+  mcr::Pages::kept(true);
+  const std::byte* first = nullptr;
+  {
+    mcr::Pages a(16 * kMiB), b(64 * kMiB);
+    first = a.data();
+  }
+  CHECK_EQ(mcr::Pages::kept(), 80 * kMiB);
+  {
+    mcr::Pages much_smaller(8 * kMiB), smaller(15 * kMiB), same(16 * kMiB);
+    CHECK(much_smaller.data() != first && smaller.data() == first && same.data() != first);
+    CHECK_EQ(mcr::Pages::kept(), 64 * kMiB);
+  }
+  for (size_t n = 1; n < 100; ++n) {
+    { mcr::Pages pages(n * 6 * kMiB); }
+    CHECK(mcr::Pages::kept() <= mcr::Pages::kKeep);
+  }
+  for (size_t n = 0; n < 100; ++n) {
+    std::vector<std::unique_ptr<mcr::Pages>> many;
+    for (size_t i = 0; i < n; ++i) many.push_back(std::make_unique<mcr::Pages>(2 * kMiB));
+  }
+  CHECK_EQ(mcr::Pages::kept(), 128 * kMiB);
+  mcr::Pages::kept(true);
+}
+
+TEST(pages_of_several_threads) {
+  std::vector<std::jthread> users;
+  for (int u = 0; u < 4; ++u)
+    users.emplace_back([u] {
+      for (int k = 0; k < 100; ++k) {
+        mcr::Pages pages(size_t(2 + 2 * (k % 3)) * kMiB);
+        auto* word = reinterpret_cast<volatile int*>(pages.data());
+        *word = u;
+        std::this_thread::yield();
+        CHECK_EQ(*word, u);
+      }
+    });
+  users.clear();
+  mcr::Pages::kept(true);
 }
 
 }  // namespace

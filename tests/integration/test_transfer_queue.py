@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 tq = pytest.importorskip("transfer_queue")
-from conftest import run_script  # noqa: E402
+import ray  # noqa: E402
+from conftest import run_script, until  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from tensordict import NonTensorStack, TensorDict  # noqa: E402
 
@@ -260,28 +263,52 @@ def test_the_event_loop_is_free_while_data_is_read(queue, partition, monkeypatch
     assert manager is queue.get_client().storage_manager
 
 
-def test_other_processes_need_no_import(queue, partition, pool_ray, pool):
-    @pool_ray.remote
-    class Worker:
-        def __init__(self):
-            import transfer_queue
+@ray.remote
+class Worker:
+    def __init__(self):
+        import transfer_queue
 
-            transfer_queue.init()
-            self.tq = transfer_queue
+        transfer_queue.init()
+        self.tq = transfer_queue
 
-        def double(self, names, partition):
-            got = self.tq.kv_batch_get(names, partition, select_fields=["prompts"])
-            out = TensorDict({"doubled": got["prompts"] * 2}, batch_size=got.batch_size)
-            self.tq.kv_batch_put(names, partition, out)
+    def pid(self):
+        return os.getpid()
 
+    def put(self, names, partition):
+        self.tq.kv_batch_put(names, partition, batch(len(names)))
+
+    def double(self, names, partition):
+        got = self.tq.kv_batch_get(names, partition, select_fields=["prompts"])
+        out = TensorDict({"doubled": got["prompts"] * 2}, batch_size=got.batch_size)
+        self.tq.kv_batch_put(names, partition, out)
+
+
+@pytest.fixture
+def worker(queue, pool_ray):
     worker = Worker.remote()
+    yield worker
+    pool_ray.kill(worker)
+
+
+def test_other_processes_need_no_import(queue, partition, pool_ray, pool, worker):
     put = batch(3)
     queue.kv_batch_put(keys(3), partition, put)
     pool_ray.get(worker.double.remote(keys(3), partition))
     assert same(queue.kv_batch_get(keys(3), partition)["doubled"], put["prompts"] * 2)
     queue.kv_clear(keys(3), partition)
     pool.settles_at(0)
+
+
+def test_what_a_process_put_outlives_it(queue, partition, pool_ray, pool, worker):
+    pool_ray.get(worker.put.remote(keys(3), partition))
+    (pid,) = pool_ray.get([worker.pid.remote()])
     pool_ray.kill(worker)
+    until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+    got = queue.kv_batch_get(keys(3), partition)
+    assert same(got["prompts"], batch(3)["prompts"]) and list(got["uid"]) == list(batch(3)["uid"])
+    del got
+    queue.kv_clear(keys(3), partition)
+    pool.settles_at(0)
 
 
 def test_the_configuration_registers_the_backend_where_nothing_is_installed():

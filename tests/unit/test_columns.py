@@ -435,24 +435,33 @@ def test_read_only_arrays_will_do():
     assert kernels.int_range(Cells(address(memory), 2, 3, 24, 8), True, starts, lengths) == (0, 5)
 
 
-def test_empty_memory_is_fresh_and_given_back():
+def mapped(address):
+    with open("/proc/self/maps") as maps:
+        return any(int(low, 16) <= address < int(high, 16) for low, high in (line.split()[0].split("-") for line in maps))
+
+
+def test_empty_memory_lives_as_long_as_its_views():
+    columns.kept(release=True)
     for nbytes in (0, 1, 4095, (4 << 20) - 1, 4 << 20, (6 << 20) + 1):
         array = kernels.empty(nbytes)
         assert array.dtype == np.uint8 and array.shape == (nbytes,) and array.flags.writeable
         array[:] = 1
-        if nbytes >= 4 << 20:
-            assert address(array) % (2 << 20) == 0
-            where = f"{address(array):x}-"
-            view = array[1:].view()
-            del array
-            gc.collect()
-            with open("/proc/self/maps") as maps:
-                assert any(line.startswith(where) for line in maps)
-            assert view.sum() == nbytes - 1
-            del view
-            gc.collect()
-            with open("/proc/self/maps") as maps:
-                assert not any(line.startswith(where) for line in maps)
+        if nbytes < 4 << 20:
+            continue
+        where = address(array)
+        assert where % (2 << 20) == 0
+        view = array[1:].view()
+        del array
+        gc.collect()
+        assert columns.kept() == 0 and view.sum() == nbytes - 1
+        del view
+        gc.collect()
+        assert columns.kept() == -(-nbytes // (2 << 20)) * (2 << 20) and mapped(where)
+        again, other = kernels.empty(nbytes), kernels.empty(nbytes)
+        assert address(again) == where != address(other)
+        del again, other
+        columns.kept(release=True)
+        assert columns.kept() == 0 and not mapped(where)
     with pytest.raises(MemoryError):
         kernels.empty(2**63 - 1)
 

@@ -13,7 +13,7 @@ from mooncake_ray.data.block import decode, layout, ragged_columns, values
 from mooncake_ray.data.block.chunk import Builder, Chunk
 from mooncake_ray.data.block.columns import ColumnEncoder
 from mooncake_ray.data.block.index import Field, Index, dump
-from mooncake_ray.data.block.plain import plain_array, plain_tensor, torch_dtype
+from mooncake_ray.data.block.plain import Plain, plain_array, plain_tensor, torch_dtype
 from mooncake_ray.data.block.read import Runs, Steps
 from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.errors import CorruptBlockError
@@ -55,41 +55,51 @@ def encode(rows: int, batch: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     """
     out = Builder()
     encoder = ColumnEncoder(rows, out)
-    left: dict[str, Any] = {}
-    grids, forms, fields = {}, {}, {}
-    for part, form in ((batch, "tensor"), (arrays, "array")):
-        for name, column in part.items():
-            if isinstance(column, Ragged):
-                continue
-            plain = plain_tensor(column) if form == "tensor" else plain_array(column)
-            if plain is not None and not (form == "tensor" and (column.requires_grad or type(column) is not torch.Tensor)):
-                grids[name], forms[name] = plain, form
-            elif form == "tensor" or column.dtype != object or column.ndim != 1 or type(column) is not np.ndarray:
-                left[name] = column
+    grids, forms, left = _sorted(batch, arrays)
     nodes = encoder.dense(grids)
     for name, column in sorted(batch.items(), key=_items, reverse=True):  # parts after what they are parts of
         if isinstance(column, Ragged):
-            node = ragged_columns.encode(name, column, encoder)
+            with out.column(name):
+                node = ragged_columns.encode(name, column, encoder)
             if node is None:
                 left[name] = column
             else:
                 nodes[name], forms[name] = node, "ragged"
     for name, column in arrays.items():
         if name not in nodes and name not in left:
-            before = len(out.chunks)
             try:
-                nodes[name], forms[name] = {"kind": "values", "tree": values.encode(column.tolist(), out)}, "objects"
+                with out.column(name):
+                    nodes[name], forms[name] = {"kind": "values", "tree": values.encode(column.tolist(), out)}, "objects"
             except values.NotStorable:
-                del out.chunks[before:]
                 left[name] = column
-    fields = {name: Field(name, forms[name], nodes[name]) for name in (*batch, *arrays) if name in nodes}
+    fields = {name: Field(name, forms[name], nodes[name], out.ranges[name]) for name in (*batch, *arrays) if name in nodes}
     head = Builder()
-    used = {node["family"] for node in nodes.values() if "family" in node}
-    families = encoder.families.nodes(used, head.add)
+    families = encoder.families.nodes({node["family"] for node in nodes.values() if "family" in node}, head.add)
     chunks = [*head.chunks, *out.chunks]
     sizes = [chunk.nbytes for chunk in chunks]
     index = dump(rows, fields, families, sizes)
     return Encoded(layout.layout_of(len(index), sizes, len(head.chunks), checksums), index, chunks, left)
+
+
+def _sorted(batch: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, Plain], dict[str, str], dict[str, Any]]:
+    """The columns that are plain memory, and what each of them is; and those that no block can hold."""
+    grids: dict[str, Plain] = {}
+    forms: dict[str, str] = {}
+    left: dict[str, Any] = {}
+    for name, column in batch.items():
+        if not isinstance(column, Ragged):
+            plain = None if column.requires_grad or type(column) is not torch.Tensor else plain_tensor(column)
+            if plain is None:
+                left[name] = column
+            else:
+                grids[name], forms[name] = plain, "tensor"
+    for name, array in arrays.items():
+        plain = plain_array(array)
+        if plain is not None:
+            grids[name], forms[name] = plain, "array"
+        elif array.dtype != object or array.ndim != 1 or type(array) is not np.ndarray:
+            left[name] = array
+    return grids, forms, left
 
 
 def _items(entry: tuple[str, Any]) -> int:
@@ -98,13 +108,25 @@ def _items(entry: tuple[str, Any]) -> int:
 
 
 def column(index: Index, name: str, rows: Runs, form: str = "as-put") -> Steps[Any]:
-    """The selected rows of a column, as it was (`as-put`), or as a `Ragged` where it has row lengths (`ragged`)."""
-    field = index.fields[name]
+    """The selected rows of a column, as it was (`as-put`), or as a `Ragged` where it has row lengths (`ragged`).
+
+    Raises:
+        CorruptBlockError: the index or the bytes contradict themselves. Names the column.
+    """
+    try:
+        return (yield from _column(index, index.fields[name], rows, form))
+    except CorruptBlockError as e:
+        raise CorruptBlockError(f"field {name!r} of the stored batch: {e}") from None
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, RuntimeError) as e:
+        raise CorruptBlockError(f"field {name!r} of the stored batch cannot be decoded: {type(e).__name__}: {e}") from e
+
+
+def _column(index: Index, field: Field, rows: Runs, form: str) -> Steps[Any]:
     if field.form == "objects":
         return (yield from _objects(field, rows))
     if field.form == "ragged":
         return (yield from ragged_columns.decode(index, field, rows))
-    if form == "ragged" and index.offsets(name) is not None:
+    if form == "ragged" and index.offsets(field.name) is not None:
         return ragged_columns.rebuilt((yield from decode.ragged(index, field, rows)))
     got = yield from decode.dense(index, field, rows)
     if field.form == "array":

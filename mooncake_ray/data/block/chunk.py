@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,19 @@ class Builder:
     """Collects the buffers of one block; nodes name them by number."""
 
     chunks: list[Chunk] = field(default_factory=list)
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each column: its first buffer, and the one after its last."""
+
+    @contextlib.contextmanager
+    def column(self, name: str) -> Iterator[None]:
+        """What is added meanwhile is of that column; dropped again if encoding it fails."""
+        first = len(self.chunks)
+        try:
+            yield
+        except Exception:
+            del self.chunks[first:]
+            raise
+        self.ranges[name] = first, len(self.chunks)
 
     def add(self, chunk: Chunk | np.ndarray) -> int:
         """Returns the number of the buffer."""

@@ -35,16 +35,18 @@ class ColumnEncoder:
         self._starts = np.zeros(rows, np.int64)
 
     def dense(self, columns: Mapping[str, Plain]) -> dict[str, dict[str, Any]]:
-        """Nodes of dense columns, by name."""
+        """Nodes of dense columns, by name, in the order in which their buffers were added."""
         nodes: dict[str, dict[str, Any]] = {}
         masks = {name: plain for name, plain in columns.items() if _may_be_mask(plain)}
         for name, plain in sorted(masks.items(), key=lambda entry: -entry[1].width):
-            node = self._mask(plain)
+            with self.out.column(name):
+                node = self._mask(plain)
             if node is not None:
                 nodes[name] = node
         rest = [name for name in columns if name not in nodes]
         for name in sorted(rest, key=lambda name: -columns[name].width):  # parts after what they are parts of
-            nodes[name] = self._column(columns[name])
+            with self.out.column(name):
+                nodes[name] = self._column(columns[name])
             if nodes[name]["kind"] != "part":
                 self._dense[name] = columns[name]
         return nodes

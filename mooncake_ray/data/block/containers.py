@@ -1,7 +1,8 @@
 """Rows that are lists, tuples or dicts.
 
 list, tuple  see `node.spans`; `child` holds the items of all rows, one row after the other
-struct       dicts with the same `keys` (a node) in the same order; a child a key, each with a row a dict
+record       lists or tuples (`of`) of one length with items of several kinds; a child a place, each with a row a list
+struct       dicts with the same `keys` (a node) in the same order; a child a key, likewise
 map          any dicts: lists of keys and values, side by side
 """
 
@@ -37,12 +38,8 @@ def encode_lists(values: list[Any], kind: str, inner: Encode, out: Builder) -> N
     found = python_lists.scan(values, True)
     width = len(values[0])
     if _is_mixed(found.flags) and width * _ROWS_A_CHILD <= len(values) and (found.lengths == width).all():
-        return {
-            "kind": "record",
-            "rows": len(values),
-            "of": kind,
-            "children": [inner(list(map(itemgetter(place), values))) for place in range(width)],
-        }
+        children = [inner(list(map(itemgetter(place), values))) for place in range(width)]
+        return {"kind": "record", "rows": len(values), "of": kind, "children": children}
     fields = {"kind": kind, "rows": len(values), **lengths(found.lengths, out)}
     child = None
     if not found.flags & ~(BOOL | FLOAT | INT):

@@ -59,7 +59,7 @@ def _part(index: Index, field: Field, rows: Runs, shape: tuple[int, ...]) -> Ste
     first, width = node["first"], shape[1] if len(shape) > 1 else 1
     kind, full = base.node["kind"], base.node["shape"][0] if len(shape) > 1 else 1
     if kind == "const" or full == width:
-        like = Field(field.name, field.form, {**base.node, "shape": node["shape"]})
+        like = Field(field.name, field.form, {**base.node, "shape": node["shape"]}, base.buffers)
         return (yield from dense(index, like, rows))
     if not 0 <= first <= full - width:
         raise CorruptBlockError(f"field {field.name!r} is said to begin at column {first} of {base.name!r}, which has {full}")

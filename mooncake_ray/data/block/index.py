@@ -27,6 +27,8 @@ class Field:
     form: str
     """What it was: `tensor`, `ragged`, `array` (numbers) or `objects` (an array of objects)."""
     node: dict[str, Any]
+    buffers: tuple[int, int]
+    """The first of its buffers, and the one after its last."""
 
     @property
     def dtype(self) -> str:
@@ -45,7 +47,7 @@ class Field:
         while "child" in node:
             node, levels = node["child"], levels + 1
         shape: list[int | None] = list(node["tail"])
-        shape.insert(self.node["dim"] if not levels else 0, None)
+        shape.insert(node["dim"], None)
         return (*(None,) * levels, *shape)
 
 
@@ -73,6 +75,11 @@ class Index:
         if not self.layout.head_buffers <= number < len(self.layout.sizes):
             raise CorruptBlockError(f"the batch's index names buffer {buffer}, it has {len(self.layout.sizes) - self.layout.head_buffers}")
         return self.layout.offsets[number], self.layout.sizes[number]
+
+    def owner_of(self, buffer: int) -> str:
+        """What a buffer belongs to, in words."""
+        names = [field.name for field in self.fields.values() if field.buffers[0] <= buffer < field.buffers[1]]
+        return f"field {names[0]!r}" if names else "the row lengths"
 
     @cached_property
     def _known(self) -> dict[int, Family]:
@@ -135,7 +142,7 @@ class Index:
 
 def dump(rows: int, fields: Mapping[str, Field], families: list[dict[str, Any]], sizes: list[int]) -> bytes:
     """The index as it is stored."""
-    columns = [[field.name, field.form, field.node] for field in fields.values()]
+    columns = [[field.name, field.form, field.node, *field.buffers] for field in fields.values()]
     return json.dumps({"rows": rows, "fields": columns, "families": families, "buffers": sizes}, separators=(",", ":")).encode()
 
 
@@ -149,13 +156,14 @@ def parse(memory: np.ndarray) -> Index:
     try:
         raw = json.loads(layout.index_of(memory, header))
         rows, sizes = raw["rows"], raw["buffers"]
-        fields = {name: Field(name, form, node) for name, form, node in raw["fields"]}
+        fields = {name: Field(name, form, node, (first, last)) for name, form, node, first, last in raw["fields"]}
         families = raw["families"]
         sound = (
             isinstance(rows, int)
             and rows >= 0
             and all(isinstance(n, int) and n >= 0 for n in sizes)
             and all(isinstance(f.node, dict) and f.node.get("kind") in _KINDS for f in fields.values())
+            and all(isinstance(n, int) for f in fields.values() for n in f.buffers)
             and all(isinstance(node, dict) for node in families)
         )
     except (ValueError, TypeError, KeyError) as e:

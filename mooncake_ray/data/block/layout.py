@@ -24,7 +24,7 @@ import numpy as np
 from mooncake_ray.data.block.chunk import Chunk
 from mooncake_ray.errors import CorruptBlockError
 
-__all__ = ["Layout", "check", "layout_of", "write"]
+__all__ = ["Head", "Layout", "copies", "damaged", "index_of", "layout_of", "read_header", "write"]
 
 _HEADER = struct.Struct("<8sIIQQQQ")
 _MAGIC = b"MCRBATCH"
@@ -99,7 +99,7 @@ def write(layout: Layout, index: bytes, chunks: Sequence[Chunk], memory: np.ndar
             chunk.write(memory.ctypes.data + offset)
         end = offset + chunk.nbytes
     if layout.checksums:
-        memory[layout.data_bytes :].view("<u4")[:] = checksums(layout, memory)
+        memory[layout.data_bytes :] = checksums(layout, memory).view(np.uint8)
 
 
 def copies(layout: Layout, chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
@@ -161,15 +161,14 @@ def index_of(memory: np.ndarray, head: Head) -> bytes:
     return memory[_HEADER.size : _HEADER.size + head.index_bytes].tobytes()
 
 
-def check(layout: Layout, memory: np.ndarray) -> None:
-    """Compares the checksums of a whole block.
+def damaged(layout: Layout, memory: np.ndarray) -> int | None:
+    """The first part of a whole block that differs from its checksum: -1 for the index, or the number of a buffer. None if all is well.
 
     Raises:
-        CorruptBlockError: the block was written without checksums, or one differs; names the buffer.
+        CorruptBlockError: the block was written without checksums.
     """
     if not layout.checksums:
         raise CorruptBlockError("the batch was stored without checksums; nothing to verify it by")
-    wrong = np.flatnonzero(memory[layout.data_bytes : layout.nbytes].view("<u4") != checksums(layout, memory))
-    if wrong.size:
-        what = "its index" if wrong[0] == 0 else f"buffer {wrong[0] - 1} of {len(layout.sizes)}"
-        raise CorruptBlockError(f"the batch is damaged: {what} does not have the checksum it was stored with")
+    stored = memory[layout.data_bytes : layout.nbytes].copy().view("<u4")
+    wrong = np.flatnonzero(stored != checksums(layout, memory))
+    return int(wrong[0]) - 1 if wrong.size else None
