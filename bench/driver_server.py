@@ -39,11 +39,10 @@ class _Server:
 
         producer, consumer = (ray.remote(cls).options(num_cpus=0) for cls in (BatchProducer, BatchConsumer))
         self._workers = workers
-        self._producers, self._consumers, made = [], [], []
-        for number in range(workers):  # one after the other: each makes the whole batch for a moment
-            self._producers.append(producer.remote())
-            self._consumers.append(consumer.remote())
-            made.append(ray.get(self._producers[-1].load.remote(workload, number, workers)))
+        self._producers = [producer.remote() for _ in range(workers)]
+        self._consumers = [consumer.remote() for _ in range(workers)]
+        # One after the other: each makes the whole batch for a moment.
+        made = [ray.get(p.load.remote(workload, number, workers)) for number, p in enumerate(self._producers)]
         marks = np.concatenate(made)
         self._order = np.arange(len(marks)).reshape(-1, workers).T.reshape(-1)  # each consumer gets rows of every producer
         self._wanted = marks[self._order].tolist()
