@@ -15,7 +15,7 @@ import numpy as np
 
 from mooncake_ray.counters import count
 from mooncake_ray.data import kernels
-from mooncake_ray.data.block import block, layout
+from mooncake_ray.data.block import block, layout, number_lists
 from mooncake_ray.data.block.index import Field, Index, parse
 from mooncake_ray.data.block.plain import torch_dtype
 from mooncake_ray.data.block.read import Read, Runs, Steps, run, together
@@ -150,21 +150,29 @@ class Stored(Pending):
         return self.handle.index.fields[self.name]
 
     @property
+    def _numbers(self) -> str | None:
+        """The dtype of lists of numbers that are to come as a ragged column."""
+        return number_lists.dtype_of(self.field.node["tree"]) if self.field.form == "objects" and self.form == "ragged" else None
+
+    @property
     def kind(self) -> str:  # type: ignore[override]
         form = self.field.form
-        if form == "ragged" or (form == "tensor" and self.form == "ragged" and self.handle.index.offsets(self.name) is not None):
+        unpadded = form == "tensor" and self.form == "ragged" and self.handle.index.offsets(self.name) is not None
+        if form == "ragged" or unpadded or self._numbers is not None:
             return "a Ragged"
         return "a tensor" if form == "tensor" else "an array"
 
     @property
     def dtype(self) -> Any:  # type: ignore[override]
         if self.field.form == "objects":
-            return np.dtype(object)
+            return np.dtype(object) if self._numbers is None else torch_dtype(self._numbers)
         name = self.field.dtype
         return np.dtype(name) if self.field.form == "array" else torch_dtype(name)
 
     @property
     def full_row_shape(self) -> tuple[int | None, ...]:  # type: ignore[override]
+        if self._numbers is not None:
+            return (None,)
         shape = self.field.row_shape
         return (None, *shape[1:]) if self.kind == "a Ragged" and self.field.form == "tensor" else shape
 

@@ -88,7 +88,8 @@ def get_batch(
     parts: dict[str, dict[str, Any]] = {"batch": {}, "non_tensor_batch": {}}
     for group in ref._groups:
         for name, column in group.columns(batches, form == "ragged").items():
-            parts[group.fields[name][0]][name] = ops.in_form(column, form)
+            column = ops.in_form(column, form)
+            parts["batch" if ops.kind_of(column) == "a Ragged" else group.fields[name][0]][name] = column
     out = DataProto._of(Columns(parts["batch"]), Columns(parts["non_tensor_batch"]), _meta(ref, batches))
     out._lists = frozenset().union(*(batch._lists for batch in got))
     if lazy:

@@ -208,6 +208,18 @@ def test_forms(pool, kit):
     got = mooncake_ray.get(mooncake_ray.put_batch(columns))
     assert got["tokens"] == columns["tokens"] and got["tag"] == columns["tag"] and got["mask"].equal(columns["mask"])
     assert isinstance(got["tokens"], list) and got["name"].dtype == columns["name"].dtype
+    lists = {
+        "ids": [[1, 70_000], [], [3]],
+        "lp": [[0.5], None, [-0.25, 0.0]],
+        "on": [[True], [False, True], []],
+        "big": [[2**40], [1], [2]],
+    }
+    typed = mooncake_ray.get(mooncake_ray.put_batch(lists), form="ragged")
+    dtypes = {"ids": torch.int32, "lp": torch.float32, "on": torch.bool, "big": torch.int64}
+    assert {name: column.dtype for name, column in typed.batch.items()} == dtypes and not typed.non_tensor_batch
+    assert {name: column.to_lists() for name, column in typed.batch.items()} == lists
+    some = mooncake_ray.get(mooncake_ray.put_batch(lists), form="ragged", rows=[2, 1])
+    assert {name: column.to_lists() for name, column in some.batch.items()} == {name: [rows[2], rows[1]] for name, rows in lists.items()}
     del ref, ragged, lazily, again
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mooncake_ray.data.block import decode, layout, ragged_columns, values
+from mooncake_ray.data.block import decode, layout, number_lists, ragged_columns, values
 from mooncake_ray.data.block.chunk import Builder, Chunk
 from mooncake_ray.data.block.columns import ColumnEncoder
 from mooncake_ray.data.block.index import Field, Index, dump
@@ -108,7 +108,7 @@ def _items(entry: tuple[str, Any]) -> int:
 
 
 def column(index: Index, name: str, rows: Runs, form: str = "as-put") -> Steps[Any]:
-    """The selected rows of a column, as it was (`as-put`), or as a `Ragged` where it has row lengths (`ragged`).
+    """The selected rows of a column, as it was (`as-put`), or as a `Ragged` where it has row lengths or is lists of numbers (`ragged`).
 
     Raises:
         CorruptBlockError: the index or the bytes contradict themselves. Names the column.
@@ -123,6 +123,8 @@ def column(index: Index, name: str, rows: Runs, form: str = "as-put") -> Steps[A
 
 def _column(index: Index, field: Field, rows: Runs, form: str) -> Steps[Any]:
     if field.form == "objects":
+        if form == "ragged" and number_lists.dtype_of(field.node["tree"]) is not None:
+            return (yield from number_lists.rows_of(field.node["tree"], rows))
         return (yield from _objects(field, rows))
     if field.form == "ragged":
         return (yield from ragged_columns.decode(index, field, rows))
