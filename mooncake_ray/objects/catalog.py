@@ -135,7 +135,8 @@ class Catalog:
         Args:
             keys: Of the rows of the batch, in order.
             batch: what `put_batch` takes, or the `BatchRef` of what is stored already; None to change tags alone. Its meta_info is not
-                kept: what is to be known of rows belongs into tags.
+                kept: what is to be known of rows belongs into tags. Padded columns may be of different widths in different publications:
+                read what is taken without padding then (`form="ragged"`).
             partition: A step, a weight version, …
             tags: Texts, numbers, truth values, or None by name: one mapping for all rows, or one for each. They replace those that a row has.
             operation_id: A second publication of that name changes nothing and is answered as the first one was, even by another process.

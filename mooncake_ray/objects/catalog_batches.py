@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -11,10 +12,11 @@ from typing import Any
 import ray
 
 from mooncake_ray.data import DataProto, ops
+from mooncake_ray.data.block.index import Index
 from mooncake_ray.data.catalog import LeasedRow
 from mooncake_ray.data.lazy import Columns
 from mooncake_ray.objects import api
-from mooncake_ray.objects.batch_ref import BatchRef, concat_batches, of_stored
+from mooncake_ray.objects.batch_ref import BatchRef, _Group, concat_batches, of_stored
 from mooncake_ray.store.frameworks import as_stored
 
 __all__ = ["Adopted", "adopt", "assemble"]
@@ -40,18 +42,18 @@ def adopt(ref: BatchRef) -> Adopted:
         ray.exceptions.ObjectLostError, OwnerDiedError: who put it is dead already, or it was freed.
     """
     with as_stored():
-        batches = ray.get([obj.ref for obj in ref._objects])
+        batches = dict(zip(ref.refs, ray.get(ref.refs), strict=True))
     kinds = {}
     for group in ref._groups:
-        batch = batches[ref._objects.index(group.segments[0][0])]
+        batch = batches[group.segments[0][0].ref]
         kinds |= {name: _kind(getattr(batch, part).peek(stored)) for name, (part, stored) in group.fields.items()}
     mine = {}
-    for obj, batch in zip(ref._objects, batches, strict=True):
+    for theirs, batch in batches.items():
         again = DataProto._of(Columns(batch.batch), Columns(batch.non_tensor_batch), {})
-        (group,) = of_stored(api.put(again), ref.as_put)._groups
-        mine[id(obj)] = group.segments[0][0]
-    groups = tuple(replace(group, segments=tuple((mine[id(obj)], runs) for obj, runs in group.segments)) for group in ref._groups)
-    return Adopted(replace(ref, _groups=groups), kinds, _share(groups, batches, ref))
+        (whole,) = of_stored(api.put(again), ref.as_put)._groups
+        mine[theirs] = whole.segments[0][0]
+    groups = tuple(replace(group, segments=tuple((mine[obj.ref], runs) for obj, runs in group.segments)) for group in ref._groups)
+    return Adopted(replace(ref, _groups=groups), kinds, _nbytes(groups))
 
 
 def _kind(column: Any) -> str:
@@ -60,19 +62,24 @@ def _kind(column: Any) -> str:
         dtype = {"U": " of texts", "S": " of bytes", "O": " of objects"}.get(column.dtype.kind, "")
     else:
         dtype = f" of {str(column.dtype).removeprefix('torch.')}"
-    shape = ", ".join("*" if n is None else str(n) for n in ops.row_shape(column))
+    width = ["*"] * bool(ops.row_shape(column))  # padding: rows of several widths can be read without it
+    shape = ", ".join([*width, *("*" if n is None else str(n) for n in ops.row_shape(column)[1:])])
     return f"{kind}{dtype} with rows [{shape}]"
 
 
-def _share(groups: Sequence[Any], batches: Sequence[DataProto], ref: BatchRef) -> int:
-    rows = {id(obj): len(batch) for obj, batch in zip(ref._objects, batches, strict=True)}
-    parts: dict[int, float] = {}
-    nbytes: dict[int, int] = {}
-    for group, before in zip(groups, ref._groups, strict=True):
-        for (obj, runs), (old, _) in zip(group.segments, before.segments, strict=True):
-            parts[id(obj)] = max(parts.get(id(obj), 0), min(1, runs.total / (rows[id(old)] or 1)))
-            nbytes[id(obj)] = obj.index.nbytes if obj.index is not None else 0
-    return math.ceil(sum(parts[key] * nbytes[key] for key in parts))
+def _nbytes(groups: Sequence[_Group]) -> int:
+    """Bytes of stored batches, of each the part of its rows that is meant."""
+    parts: dict[ray.ObjectRef, float] = {}
+    indexes: dict[ray.ObjectRef, Index] = {}
+    for group in groups:
+        rows: Counter[ray.ObjectRef] = Counter()
+        for obj, runs in group.segments:
+            if obj.index is not None and obj.index.rows:
+                indexes[obj.ref] = obj.index
+                rows[obj.ref] += runs.total
+        for ref, several in rows.items():
+            parts[ref] = min(1.0, max(parts.get(ref, 0.0), several / indexes[ref].rows))
+    return sum(math.ceil(part * indexes[ref].nbytes) for ref, part in parts.items())
 
 
 def assemble(rows: Sequence[LeasedRow], fragments: Mapping[str, BatchRef]) -> BatchRef:

@@ -211,6 +211,40 @@ def test_parts_of_a_stored_batch(shared, partition):
         assert_right(taken)
 
 
+def padded(lengths, width):
+    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    return {"ids": torch.where(mask, torch.arange(1, width + 1)[None], 0), "mask": mask.long()}
+
+
+def test_rows_of_different_widths(shared, partition):
+    shared.publish(names(2), padded([3, 7], 9), partition=partition)
+    shared.publish(names(2, 2), padded([5, 11], 40), partition=partition)
+    with pytest.raises(SchemaError, match=r"'ids' is a tensor of int64 with rows \[\*, 2\] .*, and a tensor of int64 with rows \[\*\]"):
+        shared.publish(names(2, 4), {"ids": torch.zeros(2, 9, 2, dtype=torch.int64)}, partition=partition)
+    with shared.take(4, ["ids"], partition=partition) as taken:
+        got = taken.ref.get(form="ragged").batch["ids"]
+        assert [row.tolist() for row in got] == [list(range(1, n + 1)) for n in (3, 7, 5, 11)]
+        with pytest.raises(SchemaError, match="rows of shape"):
+            taken.ref.get()
+
+
+def test_a_ref_that_names_one_stored_batch_twice(shared, partition):
+    """As after pickling its parts one by one."""
+    stored = mooncake_ray.put_batch(tokens(names(4)) | rewards(names(4)))
+    one, two = (pickled(stored.select([name])) for name in ("tokens", "reward"))
+    shared.publish(names(3), one[1:].append(two[1:])[[0, 1, 2]], partition=partition)
+    del stored, one, two
+    taken = shared.take(3, partition=partition)
+    assert taken.ref.get()["reward"].tolist() == [1.0, 2.0, 3.0]
+    shared.ack(taken)
+
+
+def pickled(ref):
+    import ray
+
+    return ray.get(ray.put([ref]))[0]
+
+
 def test_nothing_is_copied(shared, partition, pool, ray):
     keys = names(64)
     before = mooncake_ray.pool_stats()["used_bytes"]
