@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 
 from mooncake_ray.data.catalog.records import Place
@@ -56,9 +56,13 @@ class Partition:
                 if at == len(view) or view[at] is not row:
                     insort(view, row, key=_number)
 
-    def withdraw(self, rows: Collection[Row], group: int | None = None) -> None:
-        """Notes that rows are not free any more in a group."""
+    def withdraw(self, rows: list[Row], group: int) -> None:
+        """Notes that rows, in their order, are not free any more in a group."""
         for _, _, view in self._views_of(group):
+            first = bisect_left(view, rows[0].number, key=_number)
+            if view[first : first + len(rows)] == rows:  # neighbours, as mostly
+                del view[first : first + len(rows)]
+                continue
             if len(rows) * _MANY > len(view):
                 leaving = {row.number for row in rows}
                 view[:] = [row for row in view if row.number not in leaving]
