@@ -18,6 +18,7 @@ from mooncake_ray.errors import (
     ConfigError,
     CorruptBlockError,
     GetTimeoutError,
+    LeaseLostError,
     MooncakeRayError,
     ObjectLostError,
     ObjectNotFoundError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mooncake_ray.objects.api import free, get, pool_stats, put, stats, wait
     from mooncake_ray.objects.batch_ref import BatchRef, concat_batches
     from mooncake_ray.objects.batches import batch_ref, put_batch
+    from mooncake_ray.objects.catalog import Catalog
     from mooncake_ray.objects.install import install, installed, runtime_env, uninstall
     from mooncake_ray.objects.install import runtime_env_hook as ray_hook
     from mooncake_ray.objects.remote import remote
@@ -40,11 +42,13 @@ __all__ = [
     "BatchRef",
     "BrokerDiedError",
     "BrokerMismatchError",
+    "Catalog",
     "Config",
     "ConfigError",
     "CorruptBlockError",
     "DataProto",
     "GetTimeoutError",
+    "LeaseLostError",
     "MooncakeRayError",
     "ObjectKey",
     "ObjectLostError",
@@ -76,6 +80,7 @@ _LAZY = {
     "batch_ref": "mooncake_ray.objects.batches:batch_ref",
     "concat_batches": "mooncake_ray.objects.batch_ref:concat_batches",
     "put_batch": "mooncake_ray.objects.batches:put_batch",
+    "Catalog": "mooncake_ray.objects.catalog:Catalog",
     "DataProto": "mooncake_ray.data:DataProto",
     "ObjectKey": "mooncake_ray.store:ObjectKey",
     "Ragged": "mooncake_ray.data:Ragged",

@@ -6,6 +6,7 @@
     │  ├─ ObjectLostError                     the bytes are gone although a ref to them exists
     │  ├─ StoreFullError (MemoryError)        no room before the deadline; says who holds what
     │  ├─ GetTimeoutError (TimeoutError)      not there before the deadline
+    │  ├─ LeaseLostError                      rows of a catalog that were taken are not this consumer's any more
     │  ├─ BrokerDiedError (ConnectionError)   this node's broker is gone or cannot be started
     │  ├─ BrokerMismatchError (ConnectionError)  what serves the pool is of another version, or another user's
     │  └─ CorruptBlockError (ValueError)      the bytes of a stored batch are not what was written
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "CorruptBlockError",
     "GetTimeoutError",
+    "LeaseLostError",
     "MooncakeRayError",
     "ObjectLostError",
     "ObjectNotFoundError",
@@ -57,6 +59,10 @@ class StoreFullError(StoreError, MemoryError):
 
 class GetTimeoutError(StoreError, TimeoutError):
     """An object was not available before the deadline."""
+
+
+class LeaseLostError(StoreError):
+    """Rows that were taken from a catalog are not this consumer's any more: it was too late, or thought dead. Others may have them."""
 
 
 class BrokerDiedError(StoreError, ConnectionError):
