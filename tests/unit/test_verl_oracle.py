@@ -186,8 +186,8 @@ def op_unfold_column_chunks(data, rows, verl):
 
     def act(d):
         # Not what stands for ragged columns: those repeat their rows.
-        keys = [name for name, column in d.batch.items() if name.startswith("d") and column.ndim > 1] + ["numbers"]
-        return d.unfold_column_chunks(n, [key for key in keys if key in tensors_of(d) or key in d.non_tensor_batch])
+        columns = {**{name: d.batch[name] for name in tensors_of(d) if name.startswith("d")}, **d.non_tensor_batch}
+        return d.unfold_column_chunks(n, [name for name, column in columns.items() if column.ndim > 1 and column.shape[1] % n == 0])
 
     return act, None
 
@@ -218,7 +218,7 @@ def op_union(data, rows, verl):
 
     def act(d):
         name = next(f"new{i}" for i in range(9) if f"new{i}" not in tensors_of(d))
-        other = type(d).from_dict({name: more.clone()}, {"more": np.arange(len(d))}, {"step": 3, "more": 1})
+        other = type(d).from_dict({name: more.clone()}, {f"{name} too": np.arange(rows)}, {"step": 3, "more": 1})
         return d.union(other)
 
     return act, None
@@ -226,7 +226,7 @@ def op_union(data, rows, verl):
 
 def op_rename(data, rows, verl):
     def act(d):
-        name = next((name for name in tensors_of(d) if name.startswith("d")), None)
+        name = next((name for name in sorted(tensors_of(d)) if name.startswith("d")), None)
         return d.rename([name], [f"{name}'"]) if name else d
 
     return act, None
@@ -272,6 +272,8 @@ OPERATIONS = {name.removeprefix("op_"): value for name, value in list(globals().
 
 def apply(operation, data, ours, theirs, verl, tmp_path):
     act, their_act = operation(data, len(ours), verl)
+    if theirs.batch is not None:
+        theirs.batch.unlock_()  # what verl read from a file cannot be changed otherwise
     if their_act == "file":
         return act(ours, tmp_path / "ours"), act(theirs, tmp_path / "theirs")
     return act(ours), (their_act or act)(theirs)

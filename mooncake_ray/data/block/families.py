@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mooncake_ray.data.block.node import narrow as narrowest
+
 __all__ = ["Families", "Family"]
 
 
@@ -50,8 +52,7 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 def narrow(values: np.ndarray) -> np.ndarray:
     """The same numbers (not negative) in the narrowest unsigned dtype."""
-    top = int(values.max(initial=0))
-    return values.astype(np.min_scalar_type(top))
+    return values.astype(narrowest(int(values.max(initial=0))))
 
 
 class Families:

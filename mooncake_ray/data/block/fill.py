@@ -19,12 +19,13 @@ import numpy as np
 from mooncake_ray.data import kernels
 from mooncake_ray.data.block.chunk import Builder, Chunk
 from mooncake_ray.data.block.families import Family
+from mooncake_ray.data.block.node import bits
 from mooncake_ray.data.block.plain import Plain, kind_of, one_of, width_of, wire_of
 from mooncake_ray.data.block.read import Read, Runs, Steps
 from mooncake_ray.data.kernels import Cells
 from mooncake_ray.errors import CorruptBlockError
 
-__all__ = ["Spans", "check_rows", "encode", "encode_items", "read_bits", "read_items", "write_items"]
+__all__ = ["Spans", "check_rows", "encode", "encode_items", "read_items", "write_items"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,21 +151,9 @@ def read_items(node: dict[str, Any], at: Runs) -> Steps[tuple[np.ndarray, str]]:
     """Fetches numbers that `encode_items` stored: those at the positions `at` of all. Returns their bytes and their dtype; bits as bytes."""
     wire = node["wire"]
     if wire == "bits":
-        return (yield from read_bits(node["at"], at)), "uint8"
+        return (yield from bits(node["at"], at)).view(np.uint8), "uint8"
     (got,) = yield [Read.items(node["at"], at, width_of(wire))]
     return got, wire
-
-
-def read_bits(buffer: int, at: Runs) -> Steps[np.ndarray]:
-    """Bits at those positions of a bit string, one byte each: 0 or 1."""
-    first = at.starts // 8
-    spans = Runs(first, -(-(at.starts + at.lengths) // 8) - first)
-    (got,) = yield [Read(buffer, spans)]
-    bits = np.unpackbits(got, bitorder="little")
-    if at.one:
-        return bits[int(at.starts[0] % 8) :][: at.total]
-    begin = np.cumsum(spans.lengths) - spans.lengths  # where each run's bytes went
-    return bits[Runs(begin * 8 + at.starts % 8, at.lengths).positions()]
 
 
 def write_items(values: np.ndarray, wire: str, dtype: str, offsets: np.ndarray, starts: np.ndarray, to: Cells, pad: bytes) -> None:

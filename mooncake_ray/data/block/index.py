@@ -47,7 +47,7 @@ class Field:
         while "child" in node:
             node, levels = node["child"], levels + 1
         shape: list[int | None] = list(node["tail"])
-        shape.insert(self.node["dim"] if not levels else 0, None)
+        shape.insert(node["dim"], None)
         return (*(None,) * levels, *shape)
 
 

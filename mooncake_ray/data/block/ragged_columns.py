@@ -18,6 +18,7 @@ from mooncake_ray.data.block.chunk import Builder
 from mooncake_ray.data.block.columns import ColumnEncoder
 from mooncake_ray.data.block.families import narrow, offsets_of
 from mooncake_ray.data.block.index import Field, Index
+from mooncake_ray.data.block.node import bits
 from mooncake_ray.data.block.plain import Plain, plain_tensor, torch_dtype
 from mooncake_ray.data.block.read import Read, Runs, Steps
 from mooncake_ray.data.ragged import Ragged
@@ -53,7 +54,7 @@ def _nested(column: Ragged, out: Builder) -> dict[str, Any] | None:
     """The node of rows that are items of other rows."""
     offsets = column.offsets.numpy() - column.span[0]
     small = narrow(offsets)
-    node = {"offsets": [small.dtype.name, out.add(small)], **_marks(column, out)}
+    node = {"offsets": [small.dtype.name, out.add(small)], "dim": column.ragged_dim, **_marks(column, out)}
     if isinstance(column.values, Ragged):
         first, last = column.span
         child = _nested(column.values[first:last], out)
@@ -71,7 +72,7 @@ def decode(index: Index, field: Field, rows: Runs) -> Steps[Ragged]:
     node = field.node
     valid = None
     if "valid" in node:
-        valid = torch.from_numpy((yield from fill.read_bits(node["valid"], rows)).astype(bool))
+        valid = torch.from_numpy((yield from bits(node["valid"], rows)).copy())
     if node["kind"] == "ragged" and node.get("fill") == "nested":
         offsets = index.family(node["family"]).offsets
         values: Any = yield from _decode_nested(node["child"], decoding.children(offsets, rows))
@@ -106,7 +107,7 @@ def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
         raise CorruptBlockError("the offsets of a nested column are not in order")
     valid = None
     if "valid" in node:
-        valid = torch.from_numpy((yield from fill.read_bits(node["valid"], items)).astype(bool))
+        valid = torch.from_numpy((yield from bits(node["valid"], items)).copy())
     if node["fill"] == "nested":
         values: Any = yield from _decode_nested(node["child"], inner)
     else:
@@ -115,4 +116,4 @@ def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
         numbers, wire = yield from fill.read_items(node, inner.scaled(per))
         count = int(lengths.sum())
         values = _tensor(decoding.Dense(decoding.widened(numbers, wire, node["dtype"], count * per), node["dtype"], (count, *tail)))
-    return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid)
+    return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid, node["dim"])
