@@ -23,6 +23,8 @@ from mooncake_ray.errors import CorruptBlockError
 
 __all__ = ["Columns", "Handle", "Joined", "Pending", "Stored", "as_ragged", "join", "load", "load_columns"]
 
+_TURNS = 4  # parts a block, beyond which reading them one by one costs more than putting them in order
+
 
 class Handle:
     """A stored block. Keeps its memory while it lives. Thread-safe."""
@@ -188,17 +190,8 @@ class Joined(Pending):
         return sum(column.rows for column in self.columns)
 
     def take(self, rows: Runs) -> Pending:
-        ends = np.cumsum([0, *(column.rows for column in self.columns)])
-        pieces: list[Pending] = []
-        for start, length in zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True):
-            while length:
-                number = int(np.searchsorted(ends, start, side="right")) - 1
-                here = min(length, int(ends[number + 1]) - start)
-                pieces.append(self.columns[number].take(Runs.span(start - int(ends[number]), start - int(ends[number]) + here)))
-                start, length = start + here, length - here
-        if not pieces:
-            return self.columns[0].take(Runs.span(0, 0))
-        return join(pieces)
+        pieces = [self.columns[number].take(part) for number, part in rows.over(column.rows for column in self.columns)]
+        return join(pieces) if pieces else self.columns[0].take(Runs.span(0, 0))
 
     def parts(self) -> Iterator[Stored]:
         for column in self.columns:
@@ -238,15 +231,44 @@ def as_ragged(column: Pending) -> Pending:
 
 def load(columns: Sequence[Pending]) -> list[Any]:
     """Loads columns, all their bytes of one block by as few requests as its deepest column has levels."""
-    parts = [list(column.parts()) for column in columns]
+    plans = [_Plan.of(list(column.parts())) for column in columns]
     by_handle: dict[int, list[Stored]] = {}
-    for part in (part for column in parts for part in column):
+    for part in (part for plan in plans for part in plan.parts):
         by_handle.setdefault(id(part.handle), []).append(part)
     values: dict[int, Any] = {}
     for group in by_handle.values():
         got = run(together([part.steps() for part in group]), group[0].handle.fetch)
         values.update(zip(map(id, group), got, strict=True))
-    return [values[id(column[0])] if len(column) == 1 else _joined([values[id(part)] for part in column]) for column in parts]
+    return [plan.put_together([values[id(part)] for part in plan.parts]) for plan in plans]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the parts of a column are read: where few blocks have them in many turns, each block's at once, and in order afterwards."""
+
+    parts: list[Stored]
+    order: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, parts: list[Stored]) -> _Plan:
+        groups: dict[tuple[int, str], list[int]] = {}
+        for number, part in enumerate(parts):
+            groups.setdefault((id(part.handle), part.name), []).append(number)
+        if len(parts) <= _TURNS * len(groups):
+            return cls(parts)
+        first = np.cumsum([0, *(part.rows for part in parts)])
+        order = [np.arange(first[number], first[number + 1]) for numbers in groups.values() for number in numbers]
+        merged = []
+        for numbers in groups.values():
+            rows = np.concatenate([parts[number].runs.positions() for number in numbers])
+            merged.append(Stored(parts[numbers[0]].handle, parts[numbers[0]].name, Runs.of(rows), parts[numbers[0]].form))
+        return cls(merged, np.argsort(np.concatenate(order)))
+
+    def put_together(self, values: list[Any]) -> Any:
+        from mooncake_ray.data import ops  # knows of pending columns itself
+
+        value = values[0] if len(values) == 1 else ops.join_values(values)
+        return value if self.order is None else ops.take_rows(value, self.order)
 
 
 class Columns(MutableMapping[str, Any]):
@@ -331,9 +353,3 @@ def load_columns(mappings: Sequence[Columns], names: Set[str] | None = None) -> 
     cells = list({id(cell): cell for cell in chosen if isinstance(cell.held, Pending)}.values())
     for cell, value in zip(cells, load([cell.held for cell in cells]), strict=True):
         cell.held = value
-
-
-def _joined(values: list[Any]) -> Any:
-    from mooncake_ray.data import ops  # knows of pending columns itself
-
-    return ops.join_values(values)

@@ -18,7 +18,7 @@ from mooncake_ray.data import DataProto, ops
 from mooncake_ray.data.balance import partition
 from mooncake_ray.data.block.index import Index, parse
 from mooncake_ray.data.block.read import Runs
-from mooncake_ray.data.lazy import Pending, Stored, join
+from mooncake_ray.data.lazy import Stored
 from mooncake_ray.errors import SchemaError
 from mooncake_ray.store.frameworks import as_stored
 
@@ -58,40 +58,26 @@ class _Group:
     segments: tuple[tuple[_Object, Runs], ...]
 
     def take(self, rows: Runs) -> _Group:
-        ends = np.cumsum([0, *(runs.total for _, runs in self.segments)])
         out: list[tuple[_Object, Runs]] = []
-        for start, length in zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True):
-            while length:
-                number = int(np.searchsorted(ends, start, side="right")) - 1
-                here = min(length, int(ends[number + 1]) - start)
-                piece = self.segments[number][1].take(Runs.span(start - int(ends[number]), start - int(ends[number]) + here))
-                _append(out, self.segments[number][0], piece)
-                start, length = start + here, length - here
-        if not out:
-            out = [(self.segments[0][0], Runs.span(0, 0))]
-        return _Group(self.fields, tuple(out))
+        for number, part in rows.over(runs.total for _, runs in self.segments):
+            obj, runs = self.segments[number]
+            _append(out, obj, runs.take(part))
+        return _Group(self.fields, tuple(out) or ((self.segments[0][0], Runs.span(0, 0)),))
 
-    def columns(self, names: Iterable[str], batches: Mapping[int, DataProto]) -> dict[str, Any]:
-        """The selected rows of the columns, pending wherever they are stored."""
+    def columns(self, batches: Mapping[ray.ObjectRef, DataProto], ragged: bool) -> dict[str, Any]:
+        """The selected rows of the columns, pending wherever they are stored; without padding if `ragged`."""
         out = {}
-        for name in names:
-            part, stored = self.fields[name]
+        for name, (part, stored) in self.fields.items():
             pieces = []
             for obj, runs in self.segments:
-                column = getattr(batches[id(obj)], part).peek(stored)
-                whole = runs.one and not runs.starts[0] and runs.total == len(batches[id(obj)])
-                pieces.append(column if whole else ops.take_runs(column, runs))
-            if len(pieces) == 1:
-                out[name] = pieces[0]
-            elif all(isinstance(piece, Pending) for piece in pieces):
-                out[name] = join(pieces)
-            else:
-                out[name] = ops.join_values([piece.value() if isinstance(piece, Pending) else piece for piece in pieces])
+                piece = ops.take_runs(getattr(batches[obj.ref], part).peek(stored), runs)
+                pieces.append(ops.in_form(piece, "ragged") if ragged else piece)
+            out[name] = pieces[0] if len(pieces) == 1 else ops.join(name, pieces)
         return out
 
 
 def _append(segments: list[tuple[_Object, Runs]], obj: _Object, runs: Runs) -> None:
-    if segments and segments[-1][0] is obj:
+    if segments and segments[-1][0].ref == obj.ref:
         segments[-1] = (obj, segments[-1][1].then(runs))
     elif runs.total:
         segments.append((obj, runs))
@@ -123,7 +109,7 @@ class BatchRef:
 
     @cached_property
     def _objects(self) -> list[_Object]:
-        return list({id(obj): obj for group in self._groups for obj, _ in group.segments}.values())
+        return list({obj.ref: obj for group in self._groups for obj, _ in group.segments}.values())
 
     @property
     def nbytes(self) -> int:

@@ -80,14 +80,14 @@ def get_batch(
         ref = ref[rows]
     with as_stored():
         got = ray.get([obj.ref for obj in ref._objects], timeout=timeout)
-    batches = {id(obj): batch for obj, batch in zip(ref._objects, got, strict=True)}
+    batches = {obj.ref: batch for obj, batch in zip(ref._objects, got, strict=True)}
     if verify:
         for batch in got:
             for handle in {id(c.handle): c.handle for c in _stored(batch)}.values():
                 handle.verify()
     parts: dict[str, dict[str, Any]] = {"batch": {}, "non_tensor_batch": {}}
     for group in ref._groups:
-        for name, column in group.columns(group.fields, batches).items():
+        for name, column in group.columns(batches, form == "ragged").items():
             parts[group.fields[name][0]][name] = ops.in_form(column, form)
     out = DataProto._of(Columns(parts["batch"]), Columns(parts["non_tensor_batch"]), _meta(ref, batches))
     out._lists = frozenset().union(*(batch._lists for batch in got))
@@ -102,10 +102,10 @@ def _stored(batch: DataProto) -> list[Stored]:
     return [part for column in columns for part in column.parts()]
 
 
-def _meta(ref: BatchRef, batches: Mapping[int, DataProto]) -> dict[str, Any]:
+def _meta(ref: BatchRef, batches: Mapping[ray.ObjectRef, DataProto]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for group in ref._groups:
-        distinct = {id(obj): batches[id(obj)].meta_info for obj, _ in group.segments}
+        distinct = {obj.ref: batches[obj.ref].meta_info for obj, _ in group.segments}
         out = {**join_meta(list(distinct.values())), **out}
     return out
 

@@ -137,6 +137,26 @@ def test_refs_select_and_join_without_data(pool, kit):
     del refs, ref, chosen, chunks, balanced, again, part
 
 
+def test_rows_in_any_order_and_of_any_width(pool, kit):
+    narrow = rollout(2)
+    narrow = DataProto({name: column[:, : PROMPT + 100] for name, column in narrow.batch.items() if column.shape[1] == PROMPT + RESPONSE})
+    refs = [mooncake_ray.put_batch(rollout(1).select(list(narrow.batch), [])), mooncake_ray.put_batch(narrow)]
+    both = mooncake_ray.concat_batches(refs)
+    order = np.random.default_rng(0).permutation(2 * ROWS)
+    ids = mooncake_ray.get(both[order], form="ragged").batch["input_ids"]
+    for at, row in enumerate(order):
+        source = rollout(1) if row < ROWS else narrow
+        mask = source.batch["attention_mask"][row % ROWS].bool()
+        assert ids[at].equal(source.batch["input_ids"][row % ROWS][mask])
+    with pytest.raises(SchemaError, match=r"'input_ids'.* of batch 1 has rows of shape"):
+        mooncake_ray.get(both)
+    same = mooncake_ray.concat_batches([refs[0], mooncake_ray.put_batch(rollout(2).select(list(narrow.batch), []))])
+    got = mooncake_ray.get(same[order], lazy=True)[np.arange(2 * ROWS)[::-1].copy()]
+    expected = DataProto.concat([rollout(1), rollout(2)]).select(list(narrow.batch), []).select_idxs(order[::-1].copy())
+    assert got.equals(expected)
+    del refs, both, same, got
+
+
 def test_columns_arrive_from_other_workers(pool, kit):
     ref = kit.ray.get(kit.a.put.remote(3))
     more = ref.append(kit.ray.get(kit.b.append.remote(ref, "ref_log_prob"))).append({"reward": torch.arange(ROWS), "note": ["x"] * ROWS})

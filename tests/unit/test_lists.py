@@ -238,3 +238,27 @@ def test_references_are_given_back():
     assert sys.getrefcount(value) == before + 100
     del rows
     assert sys.getrefcount(value) == before
+
+
+@pytest.mark.parametrize("item", [2, 4, 8])
+@pytest.mark.parametrize("signed", [False, True])
+def test_many_ints_share_those_that_repeat(item, signed):
+    rng = np.random.default_rng(item)
+    info = np.iinfo(f"{'i' if signed else 'u'}{item}")
+    values = rng.integers(info.min, info.max, 200_000, info.dtype, endpoint=True)
+    values[::2] = rng.integers(max(info.min, -400), 400, values[::2].size)
+    offsets = np.sort(np.concatenate([[0, values.size], rng.integers(0, values.size, 100)]))
+    before = sys.getallocatedblocks()
+    back = lists.ints_from(values.ctypes.data, item, signed, offsets, False)
+    assert [x for row in back for x in row] == values.tolist()
+    assert [len(row) for row in back] == np.diff(offsets).tolist()
+    shared: dict[int, int] = {}
+    for row in back:
+        for value in row:
+            shared[id(value)] = shared.get(id(value), 0) + 1
+    assert len(shared) < 150_000
+    row = max(back, key=len)
+    counted = [sys.getrefcount(row[i]) - 1 for i in range(len(row))]  # less the argument
+    assert all(n == shared[id(x)] for n, x in zip(counted, row, strict=True) if not -5 <= x <= 256)  # those are Python's own
+    del back, row, value, shared, counted
+    assert sys.getallocatedblocks() - before < 1000

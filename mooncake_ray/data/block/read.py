@@ -6,7 +6,8 @@ lockstep, so that all columns of a batch together need as many requests as the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,6 +68,17 @@ class Runs:
         if not self.total or not other.total:
             return other if not self.total else self
         return Runs(np.concatenate((self.starts, other.starts)), np.concatenate((self.lengths, other.lengths)))
+
+    def over(self, sizes: Iterable[int]) -> Iterator[tuple[int, Runs]]:
+        """These positions in pieces of those sizes that lie one after the other: which piece, and where in it, as long as they stay in one."""
+        ends = np.cumsum([0, *sizes])
+        at = self.positions()
+        piece = np.searchsorted(ends, at, side="right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(at)]
+        for first, last in itertools.pairwise(cuts):
+            if first < last:
+                number = int(piece[first])
+                yield number, Runs.of(at[first:last] - ends[number])
 
     def scaled(self, item: int) -> Runs:
         """Where each position is `item` positions (or bytes)."""
