@@ -17,10 +17,11 @@ from mooncake_ray.data import DataProto
 from mooncake_ray.data.lazy import Columns, load_columns
 from mooncake_ray.data.packed import pack
 from mooncake_ray.data.ragged import Ragged
+from mooncake_ray.errors import SchemaError
 from mooncake_ray.store.frameworks import stored_only
 from mooncake_ray.store.packing import Packer
 
-__all__ = ["reduce_tensordict"]
+__all__ = ["flattened", "reduce_tensordict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,28 @@ def reduce_tensordict(packer: Packer, td: Any) -> Any:
     table = parts.table(td)
     packed = pack(packer, td.batch_size[0], parts.batch, parts.arrays)
     return NotImplemented if packed is None else (_rebuild, (*packed, table))
+
+
+def flattened(td: Any) -> Any:
+    """The TensorDict itself, or one with what is in its inner TensorDicts under dotted names, which `unflatten_keys(".")` puts back.
+
+    Inner ones without entries are left out, and inner batch dimensions beyond the outer ones' forgotten.
+
+    Raises:
+        SchemaError: A key with a dot in it could not be told from a path.
+    """
+    from tensordict import NonTensorStack
+    from tensordict.base import TensorDictBase
+
+    tables = [td]
+    for table in tables:
+        tables += [v for _, v in table.items() if isinstance(v, TensorDictBase) and not isinstance(v, NonTensorStack)]
+    if len(tables) == 1:
+        return td
+    for table in tables:
+        if dotted := [key for key in table.keys() if "." in key]:  # noqa: SIM118 - it iterates over rows
+            raise SchemaError(f"field {dotted[0]!r} has a dot in its name, as the paths of fields of inner TensorDicts have")
+    return td.flatten_keys(".")
 
 
 def _is_plain(td: Any) -> bool:

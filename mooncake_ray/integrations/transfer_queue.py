@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 import mooncake_ray
 from mooncake_ray.data import DataProto
 from mooncake_ray.data.ragged import Ragged
-from mooncake_ray.errors import ConfigError, ObjectLostError, SchemaError
+from mooncake_ray.errors import ConfigError, SchemaError
 from mooncake_ray.integrations.cell_index import CellIndex, Missing, Piece
 from mooncake_ray.integrations.columns import from_rows, rows_of
 
@@ -61,26 +61,19 @@ class _Block:
     kinds: Mapping[str, Hashable]  # of its columns: those of one kind can be joined as they are
 
     @classmethod
-    def put(cls, batch: DataProto) -> _Block:
-        kinds = {name: _kind(column) for part in (batch.batch, batch.non_tensor_batch) for name, column in part.items()}
-        return cls(mooncake_ray.put_batch(batch), len(batch), kinds)
-
-    def owned(self) -> _Block:
-        """The same, owned by this process: what is put again names the same bytes, and nothing is copied."""
-        try:
-            return replace(self, ref=mooncake_ray.put_batch(mooncake_ray.get(self.ref, lazy=True)))
-        except ObjectLostError:  # they are on another node; the block lives as long as who put it
-            return self
+    def put(cls, batch: DataProto, kinds: Mapping[str, Hashable] | None = None) -> _Block:
+        return cls(mooncake_ray.put_batch(batch), len(batch), kinds or _kinds(batch))
 
 
 class _Index(CellIndex):
     """The index as an actor. It also owns the blocks, so that they outlive who put them."""
 
-    def put(self, rows: Sequence[int], fields: Iterable[str], block: _Block) -> None:
-        super().put(rows, fields, block.owned())
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
 
-    def restore(self, spans: dict[int, Any], blocks: dict[int, _Block]) -> None:
-        super().restore(spans, {number: block.owned() for number, block in blocks.items()})
+    def put_here(self, rows: Sequence[int], kinds: Mapping[str, Hashable], batch: DataProto) -> None:
+        """A put from this node, as a ref. Its columns are not loaded, and put again they name the same bytes: nothing is copied."""
+        self.put(rows, kinds, _Block.put(batch, kinds))
 
 
 class _Backend:
@@ -115,12 +108,13 @@ class MooncakeRayStorageManager(StorageManager):
         super().__init__(controller_info, config)
         self._jagged = config.get("rows") == "jagged"
         self._index = ray.get_actor(_INDEX, namespace=_NAMESPACE)
+        self._near = self._call("node") == ray.get_runtime_context().get_node_id()
         self._threads = ThreadPoolExecutor(int(config.get("threads") or _THREADS), thread_name_prefix="mooncake_ray.transfer_queue")
 
     async def put_data(self, data: TensorDict, metadata: BatchMeta, data_parser: Callable[[Any], Any] | None = None) -> None:
         """Writes one block, and tells the index and the controller. The put is visible to readers when this returns.
 
-        Tensors on other devices are stored as tensors on the CPU.
+        Tensors on other devices are stored as tensors on the CPU. A put on the node of the index outlives its process, others do not.
 
         Raises:
             SchemaError: The rows are not as many as the metadata says, belong to several partitions, or `data_parser` changed which fields
@@ -186,7 +180,11 @@ class MooncakeRayStorageManager(StorageManager):
         stored = {name: self._stored(column) for name, column in columns.items()}
         tensors = {name: column for name, column in stored.items() if not isinstance(column, list)}
         others = {name: column for name, column in stored.items() if isinstance(column, list)}
-        self._call("put", rows, list(columns), _Block.put(DataProto.from_dict(tensors, others)))
+        batch = DataProto.from_dict(tensors, others)
+        if self._near:
+            self._call("put_here", rows, _kinds(batch), mooncake_ray.put(batch))
+        else:
+            self._call("put", rows, list(columns), _Block.put(batch))
 
     def _stored(self, column: Any) -> Any:
         """As it is to come back: ragged, if it is a single row, or all are to be."""
@@ -243,6 +241,10 @@ def _parsed(columns: dict[str, Any], parser: Callable[[Any], Any]) -> dict[str, 
     if found != lengths:
         raise SchemaError(f"data_parser changed the fields or how many rows they have: {lengths} before, {found} after")
     return {name: from_rows(column) if isinstance(column, list) else column for name, column in out.items()}
+
+
+def _kinds(batch: DataProto) -> dict[str, Hashable]:
+    return {name: _kind(column) for part in (batch.batch, batch.non_tensor_batch) for name, column in part.items()}
 
 
 def _kind(column: Any) -> Hashable:

@@ -92,7 +92,7 @@ class BatchRef:
 
     _groups: tuple[_Group, ...]
     as_put: str = "mooncake_ray"
-    """What class `get` gives back: `mooncake_ray`, `verl`, `tensordict` or `dict`."""
+    """What class `get` gives back: `mooncake_ray`, `verl`, `tensordict`, `nested tensordict` or `dict`."""
 
     def __len__(self) -> int:
         return sum(runs.total for _, runs in self._groups[0].segments)

@@ -44,7 +44,10 @@ def as_batch(batch: Any) -> tuple[DataProto, str]:
     if "verl.protocol:DataProto" in kinds:
         return DataProto.from_verl(batch), "verl"
     if any(kind.startswith("tensordict") and kind.endswith(":TensorDictBase") for kind in kinds):
-        return DataProto.from_tensordict(batch), "tensordict"
+        from mooncake_ray.integrations.tensordict import flattened
+
+        flat = flattened(batch)
+        return DataProto.from_tensordict(flat), "tensordict" if flat is batch else "nested tensordict"
     if isinstance(batch, Mapping):
         return DataProto.from_columns(batch), "dict"
     raise SchemaError(f"a {type(batch).__name__} is no batch: expected a DataProto, a TensorDict or a dict of columns")
@@ -116,6 +119,8 @@ def _as_put(batch: DataProto, kind: str) -> Any:
         return batch.to_verl()
     if kind == "tensordict":
         return batch.to_tensordict()
+    if kind == "nested tensordict":
+        return batch.to_tensordict().unflatten_keys(".")
     if kind == "dict":
         return batch.to_columns()
     return batch

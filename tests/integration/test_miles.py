@@ -166,6 +166,15 @@ def test_rows_of_tensors_stay_tensors(store):
     assert same(store.get(store.put({"x": rows}, {"x": RAGGED})).value["x"], rows)
 
 
+def test_arrays_that_come_back_read_only_are_copied():
+    """As from Ray's own store, which takes what the pool has no room for."""
+    shared = np.frombuffer(b"1234", np.uint8)
+    (mine,) = map(miles._writable, [shared])
+    mine[:] = 0
+    assert shared.tolist() == [49, 50, 51, 52]
+    assert miles._writable(mine) is mine
+
+
 def test_scalars_stay_python_numbers(store):
     put = shard()
     value = store.get(store.put(put, SPEC)).value

@@ -194,6 +194,34 @@ def test_a_ragged_dimension_that_is_not_the_first_stays(queue, partition):
     assert [tuple(r.shape) for r in got.unbind()] == [(3, 4), (3, 2)]
 
 
+def test_rows_that_differ_in_two_dimensions_stay_nested(queue, partition):
+    rows = [torch.ones(1, 2), torch.zeros(2, 1), torch.ones(3, 3)]
+    images = torch.nested.as_nested_tensor(rows[:2], layout=torch.strided)
+    queue.kv_batch_put(keys(2, "a"), partition, TensorDict({"image": images}, batch_size=[2]))
+    queue.kv_batch_put(["b0"], partition, TensorDict({"image": rows[2][None]}, batch_size=[1]))
+    got = queue.kv_batch_get(["b0", "a1", "a0"], partition)["image"]
+    assert got.is_nested and got.layout is torch.strided
+    assert all(torch.equal(a, b) for a, b in zip(got.unbind(), rows[::-1], strict=True))
+
+
+def test_the_option_to_have_all_rows_jagged(queue, partition, monkeypatch):
+    monkeypatch.setattr(queue.get_client().storage_manager, "_jagged", True)
+    put = TensorDict({"ids": torch.arange(6).view(2, 3), "n": torch.arange(2), "x": torch.arange(12).view(2, 3, 2)}, batch_size=[2])
+    queue.kv_batch_put(keys(2), partition, put)
+    got = queue.kv_batch_get(["k1", "k0"], partition)
+    assert got["ids"].layout is torch.jagged and [r.tolist() for r in got["ids"].unbind()] == [[3, 4, 5], [0, 1, 2]]
+    assert got["x"].layout is torch.jagged and [tuple(r.shape) for r in got["x"].unbind()] == [(3, 2), (3, 2)]
+    assert same(got["n"], torch.tensor([1, 0]))
+
+
+def test_a_put_from_another_node_keeps_its_owner(queue, partition, pool, monkeypatch):
+    monkeypatch.setattr(queue.get_client().storage_manager, "_near", False)
+    queue.kv_batch_put(keys(3), partition, batch(3))
+    assert same(queue.kv_batch_get(keys(3), partition)["prompts"], batch(3)["prompts"])
+    queue.kv_clear(keys(3), partition)
+    pool.settles_at(0)
+
+
 def test_rows_that_are_not_tensors(queue, partition):
     values = [None, 2**70, -0.0, "text", b"bytes", {"image": torch.ones(2, 2), "at": (1, 2)}, [], float("inf")]
     n = len(values)

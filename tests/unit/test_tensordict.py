@@ -17,6 +17,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from mooncake_ray.counters import snapshot
 from mooncake_ray.data import DataProto
+from mooncake_ray.errors import SchemaError
+from mooncake_ray.objects import batches
 from mooncake_ray.store.frameworks import as_stored
 from mooncake_ray.store.packing import Here, Packer
 
@@ -209,3 +211,21 @@ def test_stored_columns_are_found_by_their_paths():
     assert type(out) is DataProto
     assert (list(out.batch), list(out.non_tensor_batch), out.meta_info) == (["x", "in.y"], ["s"], {"c": 7})
     assert out.batch["in.y"].lengths().tolist() == [1, 2]
+
+
+def test_inner_tensordicts_are_columns_of_a_batch_by_their_paths():
+    inner = {"j": jagged([torch.ones(1), torch.ones(2)]), "deep": {"s": NonTensorStack("a", "b")}}
+    td = TensorDict({"x": torch.arange(2), "in": inner}, batch_size=[2])
+    batch, kind = batches.as_batch(td)
+    assert (list(batch.batch), list(batch.non_tensor_batch)) == (["x", "in.j"], ["in.deep.s"])
+    assert same(td, batches._as_put(batch, kind))
+    selected = batch.select(["in.j"], [], [])
+    assert list(batches._as_put(selected, kind).keys(True, True)) == [("in", "j")]
+
+
+def test_a_dot_in_a_name_is_no_path():
+    flat = TensorDict({"a.b": torch.arange(2)}, batch_size=[2])
+    batch, kind = batches.as_batch(flat)
+    assert same(flat, batches._as_put(batch, kind))
+    with pytest.raises(SchemaError, match=r"'a\.b' has a dot in its name"):
+        batches.as_batch(TensorDict({"a.b": torch.arange(2), "in": {"x": torch.arange(2)}}, batch_size=[2]))
