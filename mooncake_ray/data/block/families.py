@@ -61,6 +61,7 @@ class Families:
     def __init__(self) -> None:
         self.all: list[Family] = []
         self._nodes: list[dict[str, Any]] = []
+        self._cut: set[tuple[int, int, int]] = set()  # family, first column and width of what was made of wider ones
 
     def add(self, family: Family) -> int:
         """Returns the family's number. It is stored as part of another where it is one."""
@@ -84,16 +85,13 @@ class Families:
 
     def of_width(self, width: int) -> list[int]:
         """Families that a padded column of that width may have, those that store least first; parts of wider families included."""
-        for other in list(self.all):
-            if other.width > width:
-                for first in (0, other.width - width):
-                    self._implied(other.cut(first, width))
+        for number, other in enumerate(list(self.all)):
+            for first in {0, other.width - width} if other.width > width else ():
+                if (number, first, width) not in self._cut:
+                    self._cut.add((number, first, width))
+                    self.add(other.cut(first, width))
         found = [n for n, family in enumerate(self.all) if family.width == width]
         return sorted(found, key=lambda n: self.all[n].total)
-
-    def _implied(self, family: Family) -> None:
-        if not any(family.same(other) for other in self.all):
-            self.add(family)
 
     def nodes(self, used: set[int], add: Any) -> list[dict[str, Any]]:
         """The families as nodes of the index, with buffers for what cannot be told from another; unused ones are left empty."""
