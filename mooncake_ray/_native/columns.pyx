@@ -45,6 +45,7 @@ cdef extern from *:
 
 cdef extern from * namespace "mcr" nogil:
     cbool c_find_spans "mcr::find_spans"(const CCells&, const byte* one, int64_t* starts, int64_t* lengths) except +
+    void c_trim "mcr::trim"(const CCells&, const byte* pad, int64_t* starts, int64_t* lengths) except +
     cbool c_outside_is "mcr::outside_is"(const CCells&, const CSpans&, const byte* pad) except +
     cbool c_inside_constant "mcr::inside_constant"(const CCells&, const CSpans&, byte* values) except +
     cbool c_last_hot "mcr::last_hot"(const CCells&, const CSpans&, byte* values) except +
@@ -121,6 +122,18 @@ def find_spans(cells, bytes one not None):
     with nogil:
         good = c_find_spans(c, bits, to_s, to_n)
     return (starts, lengths) if good else None
+
+
+def trim(cells, bytes pad not None):
+    cdef CCells c = cells_of(cells)
+    cdef const byte* bits = bits_of(pad, c, "pad")
+    starts = np.empty(max(c.rows, 0), np.int64)
+    lengths = np.empty(max(c.rows, 0), np.int64)
+    cdef int64_t[::1] s = starts, n = lengths
+    cdef int64_t *to_s = &s[0] if c.rows > 0 else NULL, *to_n = &n[0] if c.rows > 0 else NULL
+    with nogil:
+        c_trim(c, bits, to_s, to_n)
+    return starts, lengths
 
 
 def outside_is(cells, const int64_t[::1] starts, const int64_t[::1] lengths, bytes pad not None):

@@ -33,6 +33,7 @@ __all__ = [
     "pack_bits",
     "pack_ints",
     "rows_equal",
+    "trim",
     "unpack",
     "unpack_bits",
     "unpack_ints",
@@ -61,6 +62,14 @@ def find_spans(cells: Cells, one: bytes) -> tuple[np.ndarray, np.ndarray] | None
     A row of zeros has start 0 and length 0.
     """
     return columns.find_spans(cells, one)
+
+
+def trim(cells: Cells, pad: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths (rows,), int64, of the shortest spans outside of which every item has the bits `pad`.
+
+    0 and 0 for a row of nothing else.
+    """
+    return columns.trim(cells, pad)
 
 
 def outside_is(cells: Cells, starts: np.ndarray, lengths: np.ndarray, pad: bytes) -> bool:

@@ -41,6 +41,25 @@ bool find_spans(const Cells& c, const std::byte* one, int64_t* starts, int64_t* 
   });
 }
 
+void trim(const Cells& c, const std::byte* pad, int64_t* starts, int64_t* lengths) {
+  check(c);
+  constexpr size_t kBlock = 64;  // items looked at together, from the end
+  const Pattern pads(pad, c.item);
+  const size_t item = size_t(c.item);
+  over_rows(c.rows, c.width * c.item, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const std::byte* row = c.at + r * c.stride;
+      size_t end = size_t(c.width);
+      while (end >= kBlock && pads.all(row + (end - kBlock) * item, kBlock)) end -= kBlock;
+      while (end && std::memcmp(row + (end - 1) * item, pad, item) == 0) --end;
+      const size_t start = pads.first_not(row, end);
+      starts[r] = int64_t(end ? start : 0);
+      lengths[r] = int64_t(end - start);
+    }
+    return true;
+  });
+}
+
 bool outside_is(const Cells& c, const Spans& s, const std::byte* pad) {
   check(c, s);
   const Pattern pads(pad, c.item);

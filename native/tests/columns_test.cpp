@@ -99,6 +99,24 @@ TEST(find_spans) {
   });
 }
 
+TEST(trim) {
+  each_table([](Table& t, Rng& rng) {
+    const Item pad = random_item(size_t(t.item), rng);
+    t.each([&](int64_t r, int64_t c) {
+      if (!t.in(r, c)) t.set(r, c, pad);
+    });
+    std::vector<int64_t> starts(t.starts.size(), -1), lengths = starts;
+    mcr::trim(t.cells(), pad.data(), starts.data(), lengths.data());
+    for (int64_t r = 0; r < t.rows; ++r) {
+      int64_t first = 0, end = t.width;
+      while (end && t.get(r, end - 1) == pad) --end;
+      while (first < end && t.get(r, first) == pad) ++first;
+      CHECK_EQ(lengths[size_t(r)], end - first);
+      CHECK_EQ(starts[size_t(r)], end ? first : 0);
+    }
+  });
+}
+
 TEST(outside_and_inside) {
   each_table([](Table& t, Rng& rng) {
     const Item pad = random_item(size_t(t.item), rng);

@@ -110,6 +110,21 @@ def test_find_spans(shape, item, seed):
             assert [*zip(*(x.tolist() for x in found), strict=True)] == expected
 
 
+@settings(max_examples=100, deadline=None)
+@given(shapes, st.sampled_from(ITEMS), seeds)
+def test_trim(shape, item, seed):
+    rng = np.random.default_rng(seed)
+    region = Region(*shape, item, rng)
+    pad = pattern(rng, item)
+    mask = inside(shape[1], *spans(rng, *shape))
+    region.bytes[~mask] = np.frombuffer(pad, np.uint8)
+    region.bytes[rng.random(mask.shape) < 0.2] = np.frombuffer(pad, np.uint8)
+    starts, lengths = kernels.trim(region.cells, pad)
+    for row, start, length in zip(region.bytes.reshape(*shape, item), starts.tolist(), lengths.tolist(), strict=True):
+        other = [at for at, x in enumerate(row) if bytes(x) != pad]
+        assert (start, length) == ((other[0], other[-1] - other[0] + 1) if other else (0, 0))
+
+
 def test_a_mask_of_zeros_as_one():
     zeros = np.zeros((2, 3), np.uint8)
     assert kernels.find_spans(Cells(address(zeros), 2, 3, 3, 1), b"\0")[1].tolist() == [0, 0]

@@ -23,6 +23,8 @@ from mooncake_ray.data.kernels import Cells
 
 __all__ = ["ColumnEncoder"]
 
+_TRIMMED = 0.9  # of a column's positions: if more are left without its pad, it is not worth lengths of its own
+
 
 class ColumnEncoder:
     """Encodes the dense and ragged columns of one batch, all with the same rows. Used once, by one thread."""
@@ -75,6 +77,8 @@ class ColumnEncoder:
                 node = self._padded(plain, number)
                 if node is not None:
                     return node
+            if (node := self._trimmed(plain)) is not None:
+                return node
         whole = fill.Spans(plain, plain.stride, plain.rows, self._starts, np.full(plain.rows, plain.width, np.int64))
         return {"kind": "dense", **shape, **fill.encode_items(whole, self.out)}
 
@@ -96,6 +100,16 @@ class ColumnEncoder:
             return None
         kinds, which = pads
         return {**node, "pad": [kinds.tobytes().hex(), self.out.add(which)], **fill.encode(spans, self.out, b"\1")}
+
+    def _trimmed(self, plain: Plain) -> dict[str, Any] | None:
+        """A node without a pad that the rows themselves end or begin with, where no mask says so; None if that saves little."""
+        cells = plain.cells
+        for position in (plain.width - 1, 0):
+            pad = _commonest(plain, position)
+            starts, lengths = kernels.trim(cells, pad)
+            if lengths.sum() <= _TRIMMED * plain.rows * plain.width:
+                return self._padded(plain, self.families.add(Family(lengths, starts, plain.width)))
+        return None
 
     def lengths(self, offsets: np.ndarray) -> dict[str, Any]:
         """The part of a ragged node that says how long its rows are: int64 (rows + 1,) offsets."""
@@ -173,6 +187,15 @@ def _first_outside(plain: Plain, family: Family) -> int:
     row = int(np.flatnonzero(family.lengths < plain.width)[0])
     position = 0 if family.starts[row] > 0 or not family.lengths[row] else int(family.lengths[row])
     return plain.address + row * plain.stride + position * plain.cell
+
+
+def _commonest(plain: Plain, position: int) -> bytes:
+    """What most rows have at a position."""
+    rows = np.empty(plain.rows, f"V{plain.cell}")
+    starts = np.arange(plain.rows) * plain.stride + position * plain.cell
+    kernels.gather(plain.address, starts, np.full(plain.rows, plain.cell), rows.ctypes.data)
+    found, counts = np.unique(rows, return_counts=True)
+    return found[counts.argmax()].tobytes()
 
 
 def _bytes_at(address: int, nbytes: int) -> bytes:
