@@ -99,6 +99,8 @@ class Pending:
     dtype: Any
     full_row_shape: tuple[int | None, ...]
     """Shape of a row; None for a ragged dimension."""
+    numbers: str | None
+    """The dtype of Python lists of numbers that are to come as a ragged column: the narrowest, and so not that of others like them."""
 
     def value(self) -> Any:
         """Loads it."""
@@ -150,7 +152,7 @@ class Stored(Pending):
         return self.handle.index.fields[self.name]
 
     @property
-    def _numbers(self) -> str | None:
+    def numbers(self) -> str | None:
         """The dtype of lists of numbers that are to come as a ragged column."""
         return number_lists.dtype_of(self.field.node["tree"]) if self.field.form == "objects" and self.form == "ragged" else None
 
@@ -158,20 +160,20 @@ class Stored(Pending):
     def kind(self) -> str:  # type: ignore[override]
         form = self.field.form
         unpadded = form == "tensor" and self.form == "ragged" and self.handle.index.offsets(self.name) is not None
-        if form == "ragged" or unpadded or self._numbers is not None:
+        if form == "ragged" or unpadded or self.numbers is not None:
             return "a Ragged"
         return "a tensor" if form == "tensor" else "an array"
 
     @property
     def dtype(self) -> Any:  # type: ignore[override]
         if self.field.form == "objects":
-            return np.dtype(object) if self._numbers is None else torch_dtype(self._numbers)
+            return np.dtype(object) if self.numbers is None else torch_dtype(self.numbers)
         name = self.field.dtype
         return np.dtype(name) if self.field.form == "array" else torch_dtype(name)
 
     @property
     def full_row_shape(self) -> tuple[int | None, ...]:  # type: ignore[override]
-        if self._numbers is not None:
+        if self.numbers is not None:
             return (None,)
         shape = self.field.row_shape
         return (None, *shape[1:]) if self.kind == "a Ragged" and self.field.form == "tensor" else shape
@@ -211,7 +213,14 @@ class Joined(Pending):
 
     @property
     def dtype(self) -> Any:  # type: ignore[override]
-        return self.columns[0].dtype
+        numbers = self.numbers
+        return self.columns[0].dtype if numbers is None else torch_dtype(numbers)
+
+    @property
+    def numbers(self) -> str | None:
+        """As of its parts, if they have one in common."""
+        found = {part.numbers for part in self.parts()}
+        return None if None in found else number_lists.common_dtype(found)  # type: ignore[arg-type]
 
     @property
     def full_row_shape(self) -> tuple[int | None, ...]:  # type: ignore[override]
@@ -275,6 +284,8 @@ class _Plan:
     def put_together(self, values: list[Any]) -> Any:
         from mooncake_ray.data import ops  # knows of pending columns itself
 
+        if self.parts[0].numbers is not None:
+            values = number_lists.alike(values)
         value = values[0] if len(values) == 1 else ops.join_values(values)
         return value if self.order is None else ops.take_rows(value, self.order)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mooncake_ray.data import lazy
+from mooncake_ray.data.block import number_lists
 from mooncake_ray.data.block.read import Runs
 from mooncake_ray.data.equality import values_equal
 from mooncake_ray.data.indices import RowIndex, row_numbers
@@ -169,10 +170,18 @@ def _check_alike(name: str, position: int, column: Column, first: Column) -> Non
     where = f"{'non_tensor_batch' if kind_of(first) == 'an array' else 'batch'}[{name!r}] of batch {position}"
     if kind_of(column) != kind_of(first):
         raise SchemaError(f"{where} is {kind_of(column)}, expected {kind_of(first)} as in batch 0")
-    if kind_of(first) != "an array" and column.dtype != first.dtype:  # torch.cat would convert, and may round
+    if (
+        kind_of(first) != "an array" and column.dtype != first.dtype and not _lists_alike(column, first)
+    ):  # torch.cat would convert, and may round
         raise SchemaError(f"{where} is {column.dtype}, expected {first.dtype} as in batch 0")
     if row_shape(column) != row_shape(first):
         raise SchemaError(f"{where} has rows of shape {row_shape(column)}, expected {row_shape(first)} as in batch 0")
+
+
+def _lists_alike(column: Column, first: Column) -> bool:
+    """Whether both are Python lists of numbers, for which there is one dtype."""
+    found = [c.numbers if isinstance(c, Pending) else None for c in (column, first)]
+    return None not in found and number_lists.common_dtype(found) is not None  # type: ignore[arg-type]
 
 
 def kind_of(column: Column) -> str:

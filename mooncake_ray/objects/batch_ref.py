@@ -87,7 +87,8 @@ def _append(segments: list[tuple[_Object, Runs]], obj: _Object, runs: Runs) -> N
 class BatchRef:
     """Rows and columns of stored batches. Immutable; pickles through any Ray call, and keeps what it names alive as Ray's own refs do.
 
-    It holds no data: its size grows with the number of batches and of runs of rows, not with their bytes.
+    It holds no data: its size grows with the number of batches and of runs of rows, not with their bytes. It contains Ray's refs, so it is for
+    Ray to pickle: `cloudpickle.dumps` of it, outside of a call or a put, keeps the batches for as long as their owner lives.
     """
 
     _groups: tuple[_Group, ...]

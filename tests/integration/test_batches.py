@@ -218,9 +218,18 @@ def test_forms(pool, kit):
     dtypes = {"ids": torch.int32, "lp": torch.float32, "on": torch.bool, "big": torch.int64}
     assert {name: column.dtype for name, column in typed.batch.items()} == dtypes and not typed.non_tensor_batch
     assert {name: column.to_lists() for name, column in typed.batch.items()} == lists
+    wide = {"ids": [[-5], [2**40]], "lp": [[0.1], [1.0]], "on": [[], [True]], "big": [[0], [0]]}
+    both = mooncake_ray.concat_batches([mooncake_ray.put_batch(lists), mooncake_ray.put_batch(wide)])
+    joined = mooncake_ray.get(both[[4, 0, 3, 1, 2]], form="ragged")
+    assert [joined.batch[name].dtype for name in lists] == [torch.int64, torch.float64, torch.bool, torch.int64]
+    assert {n: c.to_lists() for n, c in joined.batch.items()} == {
+        n: [([*lists[n], *wide[n]])[row] for row in (4, 0, 3, 1, 2)] for n in lists
+    }
+    with pytest.raises(SchemaError, match=r"'on'.* is torch"):
+        mooncake_ray.get(mooncake_ray.concat_batches([both.select(["on"]), mooncake_ray.put_batch({"on": [[7]]})]), form="ragged")
     some = mooncake_ray.get(mooncake_ray.put_batch(lists), form="ragged", rows=[2, 1])
     assert {name: column.to_lists() for name, column in some.batch.items()} == {name: [rows[2], rows[1]] for name, rows in lists.items()}
-    del ref, ragged, lazily, again
+    del ref, ragged, lazily, again, both
 
 
 def test_verl_keeps_its_class(pool, kit):

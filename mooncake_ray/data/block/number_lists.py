@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from mooncake_ray.data.block.read import Runs, Steps, together
 from mooncake_ray.data.block.scalars import NUMBERS, numbers
 from mooncake_ray.data.ragged import Ragged
 
-__all__ = ["dtype_of", "rows_of"]
+__all__ = ["alike", "common_dtype", "dtype_of", "rows_of"]
 
 _CONST = {"bool": "bool", "int": "int64", "float": "float64"}
 
@@ -30,6 +31,23 @@ def dtype_of(tree: Any) -> str | None:
     if child.get("kind") == "const":
         return _CONST.get(child.get("type"))
     return ("bool" if child["kind"] == "bools" else str(child.get("type"))) if child.get("kind") in NUMBERS else None
+
+
+def common_dtype(dtypes: Iterable[str]) -> str | None:
+    """The narrowest dtype that holds all numbers of those dtypes as what they are; None if there is none, as for ints and floats."""
+    kinds = [np.dtype(name) for name in dtypes]
+    common = np.result_type(*kinds)
+    families = {"iu" if kind.kind in "iu" else kind.kind for kind in kinds}
+    return common.name if len(families) == 1 and common.kind in families.pop() else None
+
+
+def alike(columns: Sequence[Ragged]) -> list[Ragged]:
+    """Parts of one column of lists in one dtype: each has the narrowest for its own numbers."""
+    wanted = common_dtype({str(column.dtype).removeprefix("torch.") for column in columns})
+    if wanted is None:
+        return list(columns)
+    dtype = getattr(torch, wanted)
+    return [c if c.dtype == dtype else Ragged(c.values.to(dtype), c.offsets, c.valid) for c in columns]
 
 
 def rows_of(tree: dict[str, Any], rows: Runs) -> Steps[Ragged]:
