@@ -1,4 +1,7 @@
 // Numbers out of Python lists, and back. The GIL is held throughout, and no Python code runs between looking at a list and at its items.
+//
+// Many items are looked at by several threads, while the one that has the GIL works along and waits for them: nobody can change a list or let
+// go of an item meanwhile. They read only, and count no references; what needs a function of Python's is left to the thread with the GIL.
 #pragma once
 #include <Python.h>
 
@@ -7,7 +10,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <type_traits>
+#include <vector>
+
+#include "parallel.h"
 
 namespace mcr_lists {
 
@@ -92,6 +99,8 @@ struct Scan {
   uint64_t beyond_lo = std::numeric_limits<uint64_t>::max(), beyond_hi = 0;
   bool outside = false;
   bool fits_float32 = true;
+  bool alone = true;      // this thread has the GIL
+  bool deferred = false;  // an int was met that only such a thread can look at: nothing of this holds
 
   bool some() const { return lo <= hi; }
   bool some_beyond() const { return beyond_hi > 0; }
@@ -123,8 +132,11 @@ struct Scan {
           if (small_int(o, &value)) {
             least = std::min(least, value);
             most = std::max(most, value);
-          } else {
+          } else if (alone) {
             wide(o);
+          } else {
+            deferred = true;
+            return;
           }
         } while (++i < list.n && PyLong_CheckExact(o = list.at[i]));
         lo = std::min(lo, least);
@@ -145,6 +157,14 @@ struct Scan {
     }
   }
 };
+
+inline void merge(const Scan& part, Scan* all) {
+  all->flags |= part.flags;
+  all->items += part.items;
+  all->lo = std::min(all->lo, part.lo);
+  all->hi = std::max(all->hi, part.hi);
+  all->fits_float32 &= part.fits_float32;
+}
 
 // What went wrong with which item of which row; row -1 where lists are not nested.
 struct Fault {
@@ -180,11 +200,54 @@ inline unsigned kinds(PyObject* values, Fault* fault) {
   return flags;
 }
 
+inline Py_ssize_t many_items = 1 << 18;  // from which on several threads pay; each takes about an eighth of that at a time
+
+// Rows in pieces of about as many items: row `first[i]` is the first of piece i, whose items begin at `at[i]` of all.
+struct Pieces {
+  std::vector<Py_ssize_t> first{0}, at{0};
+
+  explicit Pieces(const Items& rows) {
+    const Py_ssize_t piece = std::max<Py_ssize_t>(1, many_items / 8);
+    for (Py_ssize_t r = 0, items = 0; r < rows.n; ++r) {
+      if (r + 2 < rows.n) __builtin_prefetch(rows.at[r + 2]);
+      Items row;
+      if (!items_of(rows.at[r], &row)) {
+        first = {0};
+        return;
+      }
+      items += row.n;
+      if (items - at.back() >= piece || r + 1 == rows.n) first.push_back(r + 1), at.push_back(items);
+    }
+  }
+  bool many() const { return first.size() > 2 && at.back() >= many_items; }
+
+  // f(first row, row after the last, items before) -> bool for every piece, on several threads; whether all returned true.
+  template <class F>
+  bool each(F&& f) const {
+    const size_t bytes = size_t(at.back()) * 32;  // of the objects, about
+    return mcr::parallel(first.size() - 1, mcr::threads_for(bytes), [&](size_t i) { return f(first[i], first[i + 1], at[i]); });
+  }
+};
+
 // lengths: room for `rows_n` rows, if nested.
 inline Fault scan(PyObject* rows, bool nested, int64_t* lengths, Py_ssize_t rows_n, Scan* result) {
   Items outer;
   if (!items_of(rows, &outer)) return {Fault::kNotAList};
   if (nested && outer.n != rows_n) return {Fault::kRowsChanged};
+  if (nested) {
+    const Pieces pieces(outer);
+    std::mutex mutex;
+    Scan all;
+    const auto look = [&](Py_ssize_t r, Py_ssize_t end, Py_ssize_t) {
+      Scan mine;
+      mine.alone = false;
+      for (Items row; r < end && !mine.deferred && items_of(outer.at[r], &row); ++r) lengths[r] = row.n, mine.look(row);
+      const std::lock_guard lock(mutex);
+      merge(mine, &all);
+      return !mine.deferred;
+    };
+    if (pieces.many() && pieces.each(look)) return *result = all, Fault{};
+  }
   return over_lists(rows, nested, [&](const Items& list, Py_ssize_t row) {
     if (nested) lengths[row] = list.n;
     result->look(list);
@@ -192,16 +255,30 @@ inline Fault scan(PyObject* rows, bool nested, int64_t* lengths, Py_ssize_t rows
   });
 }
 
-// Copies items while there is room for them. put(object, where) -> Fault::What.
+// Copies items while there is room for them. put(object, where, whether this thread has the GIL) -> Fault::What.
 template <class T, class F>
 Fault into(PyObject* rows, bool nested, T* to, Py_ssize_t room, F&& put) {
-  Fault fault;
+  Items outer;
+  if (nested && items_of(rows, &outer)) {
+    const Pieces pieces(outer);
+    const auto copy = [&](Py_ssize_t r, Py_ssize_t end, Py_ssize_t before) {
+      T* at = to + before;
+      for (Items row; r < end && items_of(outer.at[r], &row); at += row.n, ++r)
+        for (Py_ssize_t i = 0; i < row.n; ++i) {
+          prefetch(row, i);
+          if (put(row.at[i], at + i, false) != Fault::kNothing) [[unlikely]] return false;
+        }
+      return true;
+    };
+    if (pieces.many() && pieces.at.back() == room && pieces.each(copy)) return {};
+  }
+  Fault fault;  // else one after the other, which tells what is wrong where
   T* const end = to + room;
   const Fault shape = over_lists(rows, nested, [&](const Items& list, Py_ssize_t row) {
     if (list.n > end - to) return fault = {Fault::kTooMany, row, -1}, false;
     for (Py_ssize_t i = 0; i < list.n; ++i) {
       prefetch(list, i);
-      if (const auto what = put(list.at[i], to + i); what != Fault::kNothing) [[unlikely]]
+      if (const auto what = put(list.at[i], to + i, true); what != Fault::kNothing) [[unlikely]]
         return fault = {what, row, i}, false;
     }
     to += list.n;
@@ -214,7 +291,7 @@ Fault into(PyObject* rows, bool nested, T* to, Py_ssize_t room, F&& put) {
 
 template <class T>
 Fault ints_as(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
-  return into(rows, nested, static_cast<T*>(to), room, [](PyObject* o, T* at) {
+  return into(rows, nested, static_cast<T*>(to), room, [](PyObject* o, T* at, bool alone) {
     if (!PyLong_CheckExact(o)) return Fault::kNotThatType;
     int64_t value;
     if (small_int(o, &value)) [[likely]] {
@@ -222,6 +299,7 @@ Fault ints_as(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
       std::memcpy(at, &narrow, sizeof narrow);
       return int64_t(narrow) == value && (std::is_signed_v<T> || value >= 0) ? Fault::kNothing : Fault::kTooLarge;
     }
+    if (!alone) return Fault::kTooLarge;
     uint64_t bits;
     const Held held = any_int(o, &bits);
     const T narrow = T(bits);
@@ -234,7 +312,7 @@ Fault ints_as(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
 
 template <class T>
 Fault floats_as(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
-  return into(rows, nested, static_cast<T*>(to), room, [](PyObject* o, T* at) {
+  return into(rows, nested, static_cast<T*>(to), room, [](PyObject* o, T* at, bool) {
     if (!PyFloat_CheckExact(o)) return Fault::kNotThatType;
     const T value = T(PyFloat_AS_DOUBLE(o));
     std::memcpy(at, &value, sizeof value);
@@ -243,7 +321,7 @@ Fault floats_as(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
 }
 
 inline Fault bools_into(PyObject* rows, bool nested, void* to, Py_ssize_t room) {
-  return into(rows, nested, static_cast<uint8_t*>(to), room, [](PyObject* o, uint8_t* at) {
+  return into(rows, nested, static_cast<uint8_t*>(to), room, [](PyObject* o, uint8_t* at, bool) {
     *at = o == Py_True;
     return o == Py_True || o == Py_False ? Fault::kNothing : Fault::kNotThatType;
   });

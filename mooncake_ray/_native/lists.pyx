@@ -42,6 +42,7 @@ cdef extern from "lists.h" namespace "mcr_lists":
         cbool outside, fits_float32
         cbool some()
         cbool some_beyond()
+    Py_ssize_t c_many_items "mcr_lists::many_items"
     unsigned c_kinds "mcr_lists::kinds"(object values, Fault* fault)
     Fault c_scan "mcr_lists::scan"(object rows, cbool nested, int64_t* lengths, Py_ssize_t n, CScan* result)
     Fault c_ints_into "mcr_lists::ints_into"(object rows, cbool nested, void* to, Py_ssize_t room, int64_t item, cbool is_signed)
@@ -73,6 +74,14 @@ def kinds(values):
     cdef unsigned flags = c_kinds(values, &fault)
     refuse(fault, "")
     return flags
+
+
+def set_many(Py_ssize_t items):
+    """From how many items on several threads look at nested lists; for tests. Returns what it was."""
+    global c_many_items
+    before = c_many_items
+    c_many_items = items
+    return before
 
 
 def scan(rows, cbool nested):

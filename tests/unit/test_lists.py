@@ -44,6 +44,30 @@ others = st.sampled_from([None, True, False, "a", b"b", [], (), {}, 1j, Colour.R
 leaves = st.one_of(ints, floats, others)
 
 
+@pytest.fixture(scope="module", params=[None, 2], ids=["alone", "in pieces"], autouse=True)
+def pieces(request):
+    """Everything once by the thread that has the GIL, and once piece by piece, as several threads do it."""
+    before = lists.set_many(request.param) if request.param else None
+    yield
+    if before is not None:
+        lists.set_many(before)
+
+
+def test_several_threads():
+    rng = np.random.default_rng(3)
+    rows = [rng.integers(0, 150_000, n).tolist() for n in rng.integers(0, 3000, 600)]
+    check_scan(rows, True)
+    values = np.array([x for row in rows for x in row], np.int32)
+    out = np.zeros_like(values)
+    lists.ints_into(rows, True, out.ctypes.data, 4, True, len(out))
+    assert np.array_equal(out, values)
+    rows[300] = [*rows[300], 2**62]  # which takes the thread that has the GIL
+    check_scan(rows, True)
+    rows[301] = [*rows[301], "x"]
+    with pytest.raises(TypeError, match="row 301"):
+        lists.ints_into(rows, True, np.zeros(len(out) + 2, np.int64).ctypes.data, 8, True, len(out) + 2)
+
+
 def rows_of(items):
     return st.lists(st.one_of(st.lists(items, max_size=8), st.lists(items, max_size=8).map(tuple)), max_size=6)
 
