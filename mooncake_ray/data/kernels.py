@@ -39,7 +39,7 @@ __all__ = [
     "unpack_ints",
 ]
 
-_PAGES_FROM = 4 << 20  # bytes: below, the allocator has memory that was used before
+_PAGES_FROM = 1 << 20  # bytes: half a huge page
 
 
 class Cells(NamedTuple):

@@ -199,7 +199,8 @@ def encode_text(values: list[str], out: Builder) -> Node:
     data = joined.encode("utf-8", "surrogatepass")
     if len(data) == len(joined):  # ASCII
         return _encode_strings(values, data, map(len, values), "text", "str", out)
-    return _encode_strings(values, data, [len(value.encode("utf-8", "surrogatepass")) for value in values], "text", "str", out)
+    sizes = [len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass")) for value in values]
+    return _encode_strings(values, data, sizes, "text", "str", out)
 
 
 def encode_bytes(values: list[bytes], out: Builder) -> Node:
