@@ -457,11 +457,11 @@ def mapped(address):
 
 def test_empty_memory_lives_as_long_as_its_views():
     columns.kept(release=True)
-    for nbytes in (0, 1, 4095, (4 << 20) - 1, 4 << 20, (6 << 20) + 1):
+    for nbytes in (0, 1, 4095, (1 << 20) - 1, 1 << 20, 4 << 20, (6 << 20) + 1):
         array = kernels.empty(nbytes)
         assert array.dtype == np.uint8 and array.shape == (nbytes,) and array.flags.writeable
         array[:] = 1
-        if nbytes < 4 << 20:
+        if nbytes < 1 << 20:
             continue
         where = address(array)
         assert where % (2 << 20) == 0
