@@ -44,17 +44,21 @@ class Rollout:
 @ray.remote
 class Critic:
     def values(self, ref: mr.BatchRef) -> mr.BatchRef:
-        """Reads one column of the batch, and puts one that belongs beside it."""
-        mask = mr.get(ref, fields=["response_mask"])["response_mask"]
-        return mr.put_batch({"values": mask * 0.5})
+        """Reads two columns of the batch, and puts one that belongs beside them."""
+        got = mr.get(ref, fields=["response_mask", "old_log_probs"])
+        return mr.put_batch({"values": torch.where(got["response_mask"] == 1, got["old_log_probs"].exp(), 0.0)})
 
 
 @ray.remote
 class Trainer:
     def step(self, ref: mr.BatchRef) -> tuple[int, float]:
-        """Reads its own rows without padding, and the columns it needs."""
-        batch = mr.get(ref, fields=["input_ids", "old_log_probs", "values"], form="ragged")
-        return batch.batch["input_ids"].values.numel(), float((batch.batch["old_log_probs"].values * batch.batch["values"].values).sum())
+        """Reads its own rows, of the columns that it needs, without padding."""
+        batch = mr.get(ref, fields=["input_ids", "old_log_probs", "values"], form="ragged").batch
+        log_probs = batch["old_log_probs"]
+        values = mr.Ragged.from_padded(
+            batch["values"], lengths=log_probs.lengths()
+        )  # put without a mask: nothing says how long its rows are
+        return batch["input_ids"].values.numel(), float((log_probs.values * values.values).sum())
 
 
 def main() -> None:

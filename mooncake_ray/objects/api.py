@@ -55,9 +55,9 @@ def get(
         timeout: In seconds; None waits for ever.
         fields: Names of columns; None for all.
         rows: A slice, row numbers, or a mask of booleans; None for all.
-        form: `as-put`: what was put. `ragged`: columns that have row lengths as `Ragged`, without padding; lists of numbers too, in the
-            narrowest dtype that holds them. `padded`: `Ragged` columns as dense tensors, padded on the right with zeros. The last two give a
-            `mooncake_ray.DataProto` whatever was put.
+        form: `as-put`: what was put. `ragged`: columns that have row lengths (which a mask put with them tells) as `Ragged`, without padding;
+            lists of numbers too, in the narrowest dtype that holds them. `padded`: `Ragged` columns as dense tensors, padded on the right with
+            zeros. The last two give a `mooncake_ray.DataProto` whatever was put.
         lazy: A `DataProto` whose columns are loaded when they are first touched.
         verify: Compare the whole stored batch with the checksums it was put with.
 

@@ -48,6 +48,7 @@ def pending(batch: DataProto) -> set[str]:
 @pytest.fixture(scope="module")
 def kit(pool_ray):
     import ray
+    import verl  # noqa: F401 - what it imports keeps files open
 
     @ray.remote
     class Worker:

@@ -103,6 +103,16 @@ def test_a_padded_batch_is_stored_without_its_padding_and_without_what_follows()
             assert same(ragged[at], batch[name][row][mask[row].bool()]), name
 
 
+def test_padding_that_no_mask_tells_is_not_stored_but_gives_no_row_lengths():
+    batch = padded_batch([3, 2, 5, 4], [50, 10, 3, 9], 40, 200)
+    alone = {"values": batch["old"], "ids": batch["input_ids"], "again": batch["input_ids"][:, 40:].clone()}
+    handle = stored(alone)
+    assert handle.nbytes < 2000
+    for name, column in alone.items():
+        assert same(loaded(handle, name), column) and same(loaded(handle, name, form="ragged"), column)
+        assert handle.index.offsets(name) is None
+
+
 @pytest.mark.parametrize("rows", [[], [0], [63], [5, 6, 7], [9, 3, 3, 40, 41]])
 def test_only_the_rows_asked_for_are_read(rows):
     rng = np.random.default_rng(2)

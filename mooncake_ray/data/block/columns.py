@@ -108,7 +108,7 @@ class ColumnEncoder:
             pad = _commonest(plain, position)
             starts, lengths = kernels.trim(cells, pad)
             if lengths.sum() <= _TRIMMED * plain.rows * plain.width:
-                return self._padded(plain, self.families.add(Family(lengths, starts, plain.width)))
+                return self._padded(plain, self.families.add(Family(lengths, starts, plain.width, told=False)))
         return None
 
     def lengths(self, offsets: np.ndarray) -> dict[str, Any]:

@@ -23,6 +23,8 @@ class Family:
     lengths: np.ndarray
     starts: np.ndarray
     width: int
+    told: bool = True
+    """By a mask. Else by a column whose rows end or begin with its pad, which may be data as well: no lengths to give anybody."""
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -38,7 +40,7 @@ class Family:
         start = np.clip(self.starts - first, 0, width)
         stop = np.clip(self.starts + self.lengths - first, 0, width)
         lengths = stop - start
-        return Family(lengths, np.where(lengths > 0, start, 0), width)
+        return Family(lengths, np.where(lengths > 0, start, 0), width, self.told)
 
     def same(self, other: Family) -> bool:
         return self.width == other.width and np.array_equal(self.lengths, other.lengths) and np.array_equal(self.starts, other.starts)
@@ -68,7 +70,7 @@ class Families:
         for number, other in enumerate(self.all):
             if family.same(other):
                 return number
-        node: dict[str, Any] = {"width": family.width}
+        node: dict[str, Any] = {"width": family.width} | ({} if family.told else {"told": False})
         for number, other in enumerate(self.all):
             if family.width < 0:
                 if np.array_equal(family.lengths, other.lengths):

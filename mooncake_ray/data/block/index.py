@@ -102,7 +102,7 @@ class Index:
                 raise CorruptBlockError(f"length family {number} is said to be part of family {node['of']}")
             whole = self.family(node["of"])
             return Family(whole.lengths, np.zeros(self.rows, np.int64), -1) if width < 0 else whole.cut(node["first"], width)
-        family = Family(self._lengths(node["lengths"]), self._lengths(node["starts"]), width)
+        family = Family(self._lengths(node["lengths"]), self._lengths(node["starts"]), width, bool(node.get("told", True)))
         if width >= 0 and (family.starts + family.lengths > width).any():
             row = int(np.flatnonzero(family.starts + family.lengths > width)[0])
             raise CorruptBlockError(f"length family {number}: row {row} reaches beyond its width of {width}")
@@ -132,12 +132,13 @@ class Index:
         return found
 
     def offsets(self, name: str) -> np.ndarray | None:
-        """int64 (rows + 1,) offsets of the data of a column's rows; None for a column without a length family."""
+        """int64 (rows + 1,) offsets of the data of a column's rows; None for a column without row lengths that a mask or its own form tells."""
         node = self.fields[name].node
-        if node["kind"] == "part":
-            family = self.base(name).node.get("family")
-            return None if family is None else offsets_of(self.family(family).cut(node["first"], node["shape"][0]).lengths)
-        return None if "family" not in node else self.family(node["family"]).offsets
+        number = (self.base(name).node if node["kind"] == "part" else node).get("family")
+        family = None if number is None else self.family(number)
+        if family is None or not family.told:
+            return None
+        return offsets_of(family.cut(node["first"], node["shape"][0]).lengths) if node["kind"] == "part" else family.offsets
 
 
 def dump(rows: int, fields: Mapping[str, Field], families: list[dict[str, Any]], sizes: list[int]) -> bytes:
