@@ -64,7 +64,7 @@ def leaks_allowed(request: pytest.FixtureRequest) -> Allowed:
     """The shared cluster may start threads, connections and workers in any test; what is in its pool is looked at by `pool`."""
     if "pool_ray" not in request.fixturenames:
         return Allowed(deadline_s=30.0)  # Ray's agents take their time to notice that a killed node is gone
-    ray_threads = ("ray_*", "mooncake_ray.*", "AsyncIO*", "Thread-*")
+    ray_threads = ("ray_*", "mooncake_ray.*", "AsyncIO*", "Thread-*", "Dummy-*")  # the last are threads of Ray's core that call back
     descriptors = ("socket:*", "anon_inode:*", "pipe:*", "/memfd:mooncake_ray*")
     return Allowed(threads=ray_threads, descriptors=descriptors, maps=("r?-s",), processes=("ray::*",))
 

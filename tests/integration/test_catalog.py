@@ -275,8 +275,9 @@ def test_a_producer_that_dies_while_it_waits_leaves_nothing(create, pool, start,
     catalog = create(capacity_rows=4)
     (producer,) = start(1)
     catalog.publish(names(4), rewards(names(4)))
+    until(lambda: pool.claims == 1, "the first batch to be the catalog's alone")
     waiting = producer.publish.remote(catalog, names(4, 10))
-    until(lambda: pool.objects == 2 and pool.claims == 3, "the catalog to have the producer's batch too")
+    until(lambda: pool.claims >= 3, "the catalog to have the producer's batch too")
     kill(producer)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(waiting)
