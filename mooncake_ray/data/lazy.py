@@ -15,9 +15,9 @@ import numpy as np
 
 from mooncake_ray.counters import count
 from mooncake_ray.data import kernels
+from mooncake_ray.data.bits import named_dtype
 from mooncake_ray.data.block import block, layout, number_lists
 from mooncake_ray.data.block.index import Field, Index, parse
-from mooncake_ray.data.block.plain import torch_dtype
 from mooncake_ray.data.block.read import Read, Runs, Steps, run, together
 from mooncake_ray.errors import CorruptBlockError
 
@@ -167,9 +167,9 @@ class Stored(Pending):
     @property
     def dtype(self) -> Any:  # type: ignore[override]
         if self.field.form == "objects":
-            return np.dtype(object) if self.numbers is None else torch_dtype(self.numbers)
+            return np.dtype(object) if self.numbers is None else named_dtype(self.numbers)
         name = self.field.dtype
-        return np.dtype(name) if self.field.form == "array" else torch_dtype(name)
+        return np.dtype(name) if self.field.form == "array" else named_dtype(name)
 
     @property
     def full_row_shape(self) -> tuple[int | None, ...]:  # type: ignore[override]
@@ -214,7 +214,7 @@ class Joined(Pending):
     @property
     def dtype(self) -> Any:  # type: ignore[override]
         numbers = self.numbers
-        return self.columns[0].dtype if numbers is None else torch_dtype(numbers)
+        return self.columns[0].dtype if numbers is None else named_dtype(numbers)
 
     @property
     def numbers(self) -> str | None:

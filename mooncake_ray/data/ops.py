@@ -285,10 +285,7 @@ def object_column(name: str, values: Any) -> np.ndarray:
         raise SchemaError(
             f"non_tensor_batch[{name!r}] is a {type(values).__name__}, expected a numpy.ndarray or a sequence with one element per row"
         )
-    column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        column[row] = value
-    return column
+    return np.fromiter(values, object, len(values))
 
 
 def renamed(fields: Mapping[str, Any], old: str | Sequence[str], new: str | Sequence[str], others: Iterable[str]) -> dict[str, Any]:

@@ -112,10 +112,7 @@ def _column(value: Any) -> torch.Tensor | Ragged | np.ndarray | None:
     if type(value) is NonTensorStack and value.stack_dim == 0:
         rows = value.tensordicts
         if all(type(row) is NonTensorData and not row.batch_size for row in rows):
-            out = np.empty(len(rows), object)
-            for number, row in enumerate(rows):
-                out[number] = row.data
-            return out
+            return np.fromiter((row.data for row in rows), object, len(rows))
     return None
 
 

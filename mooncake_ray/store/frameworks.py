@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["as_stored", "reduce", "register", "stored_only"]
+__all__ = ["as_stored", "reduce", "stored_only"]
 
 _REDUCERS = {  # class → function(packer, obj) that gives a reduction, or NotImplemented for the class's own pickling
     "mooncake_ray.data.proto:DataProto": "mooncake_ray.data.packed:reduce_batch",
@@ -21,12 +21,6 @@ _REDUCERS = {  # class → function(packer, obj) that gives a reduction, or NotI
     "tensordict._td:TensorDict": "mooncake_ray.integrations.tensordict:reduce_tensordict",
 }
 _known: dict[type, Callable[[Any, Any], Any] | None] = {}
-
-
-def register(cls: str, function: str) -> None:
-    """Has objects of a class, and of its subclasses, reduced by `function(packer, obj)`. Both as "module:name"; nothing is imported now."""
-    _REDUCERS[cls] = function
-    _known.clear()
 
 
 def reduce(packer: Any, obj: Any) -> Any:

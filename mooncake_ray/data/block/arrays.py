@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from mooncake_ray.data import kernels
+from mooncake_ray.data.bits import named_dtype
 from mooncake_ray.data.block.chunk import Builder, Chunk
 from mooncake_ray.data.block.node import Node, corrupt, decoder, items, lengths, narrow, natural, number_type, spans, typed
 from mooncake_ray.data.block.read import Read, Runs, Steps, together
 from mooncake_ray.data.block.scalars import numpy_type
 
-__all__ = ["array_group", "encode_arrays", "encode_tensors", "tensor_bytes", "tensor_group"]
+__all__ = ["array_group", "encode_arrays", "encode_tensors", "tensor_group"]
 
 Shape = tuple[int, ...]
 
@@ -81,18 +82,11 @@ def encode_tensors(values: list[torch.Tensor], out: Builder) -> Node:
     return {"kind": "tensors", **fields, "dtype": name, "buffer": out.add(chunk)}
 
 
-def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The row-major bytes of a tensor that is stored raw, uint8 (nbytes,): a view, if it is row-major itself."""
-    if not tensor.numel():
-        return np.empty(0, np.uint8)
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
-
-
 @decoder("tensors")
 def _decode_tensors(node: Node, runs: Runs) -> Steps[list[torch.Tensor]]:
     name = node.get("dtype")
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
+    dtype = named_dtype(name) if isinstance(name, str) else None
+    if dtype is None:
         raise corrupt(f"{name!r} is no dtype of torch")
     data, places = yield from _rows(node, runs, dtype.itemsize)
     if not data.size:

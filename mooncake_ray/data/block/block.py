@@ -13,7 +13,7 @@ from mooncake_ray.data.block import decode, layout, number_lists, ragged_columns
 from mooncake_ray.data.block.chunk import Builder, Chunk
 from mooncake_ray.data.block.columns import ColumnEncoder
 from mooncake_ray.data.block.index import Field, Index, dump
-from mooncake_ray.data.block.plain import Plain, plain_array, plain_tensor, torch_dtype
+from mooncake_ray.data.block.plain import Plain, plain_array, plain_tensor
 from mooncake_ray.data.block.read import Runs, Steps
 from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.errors import CorruptBlockError
@@ -125,7 +125,7 @@ def _column(index: Index, field: Field, rows: Runs, form: str) -> Steps[Any]:
     if field.form == "objects":
         if form == "ragged" and number_lists.dtype_of(field.node["tree"]) is not None:
             return (yield from number_lists.rows_of(field.node["tree"], rows))
-        return (yield from _objects(field, rows))
+        return np.fromiter((yield from values.decode(field.node["tree"], rows)), object, rows.total)
     if field.form == "ragged":
         return (yield from ragged_columns.decode(index, field, rows))
     if form == "ragged" and index.offsets(field.name) is not None:
@@ -133,22 +133,4 @@ def _column(index: Index, field: Field, rows: Runs, form: str) -> Steps[Any]:
     got = yield from decode.dense(index, field, rows)
     if field.form == "array":
         return got.data.view(np.dtype(got.dtype)).reshape(got.shape)
-    return as_tensor(got)
-
-
-def as_tensor(got: decode.Dense) -> torch.Tensor:
-    """The same memory as a tensor."""
-    kind = torch_dtype(got.dtype)
-    if kind is None:
-        raise CorruptBlockError(f"a tensor is said to be of {got.dtype}")
-    if not got.data.nbytes:
-        return torch.empty(got.shape, dtype=kind)
-    return torch.from_numpy(got.data).view(kind).view(got.shape)
-
-
-def _objects(field: Field, rows: Runs) -> Steps[np.ndarray]:
-    items = yield from values.decode(field.node["tree"], rows)
-    out = np.empty(rows.total, object)
-    for row, item in enumerate(items):
-        out[row] = item
-    return out
+    return got.tensor()

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from mooncake_ray.data import kernels
+from mooncake_ray.data.bits import from_bytes, named_dtype
 from mooncake_ray.data.block import fill
 from mooncake_ray.data.block.families import Family, offsets_of
 from mooncake_ray.data.block.index import Field, Index
@@ -27,6 +29,17 @@ class Dense:
     data: np.ndarray
     dtype: str
     shape: tuple[int, ...]
+
+    def tensor(self) -> torch.Tensor:
+        """The same memory as a tensor.
+
+        Raises:
+            CorruptBlockError: torch has no such dtype.
+        """
+        dtype = named_dtype(self.dtype)
+        if dtype is None:
+            raise CorruptBlockError(f"a tensor is said to be of {self.dtype}")
+        return from_bytes(self.data, dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mooncake_ray.data import kernels
 from mooncake_ray.data.block.chunk import Chunk
 from mooncake_ray.errors import CorruptBlockError
 
@@ -109,15 +110,11 @@ def copies(layout: Layout, chunks: Sequence[Chunk]) -> list[tuple[int, int, int]
 
 
 def _put(chunk: Chunk, memory: np.ndarray, offset: int) -> None:
-    if not chunk.nbytes:
-        return
     address = memory.ctypes.data + offset
-    if chunk.write is not None:
+    if chunk.write is not None and chunk.nbytes:
         chunk.write(address)
-    else:
-        memory[offset : offset + chunk.nbytes] = np.ctypeslib.as_array(
-            (np.ctypeslib.ctypes.c_uint8 * chunk.nbytes).from_address(chunk.address)
-        )
+    elif chunk.nbytes:
+        kernels.gather(chunk.address, np.zeros(1, np.int64), np.array([chunk.nbytes]), address)
 
 
 def checksums(layout: Layout, memory: np.ndarray) -> np.ndarray:

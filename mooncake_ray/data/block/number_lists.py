@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mooncake_ray.data.bits import dtype_name, named_dtype
 from mooncake_ray.data.block.families import offsets_of
 from mooncake_ray.data.block.node import bits, check_within, corrupt, natural, spans
 from mooncake_ray.data.block.read import Runs, Steps, together
@@ -43,10 +44,10 @@ def common_dtype(dtypes: Iterable[str]) -> str | None:
 
 def alike(columns: Sequence[Ragged]) -> list[Ragged]:
     """Parts of one column of lists in one dtype: each has the narrowest for its own numbers."""
-    wanted = common_dtype({str(column.dtype).removeprefix("torch.") for column in columns})
+    wanted = common_dtype({dtype_name(column.dtype) for column in columns})
     if wanted is None:
         return list(columns)
-    dtype = getattr(torch, wanted)
+    dtype = named_dtype(wanted)
     return [c if c.dtype == dtype else Ragged(c.values.to(dtype), c.offsets, c.valid) for c in columns]
 
 

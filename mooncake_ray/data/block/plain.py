@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from mooncake_ray.data.bits import named_dtype
 from mooncake_ray.data.kernels import Cells
 
-__all__ = ["Plain", "kind_of", "plain_array", "plain_tensor", "torch_dtype", "wire_of"]
+__all__ = ["Plain", "kind_of", "plain_array", "plain_tensor", "wire_of"]
 
 _INTS = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}
 _UINTS = {"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8}
@@ -53,11 +54,6 @@ class Plain:
     def cells(self) -> Cells:
         """Rows of positions, each with its tail."""
         return Cells(self.address, self.rows, self.width, self.stride, self.cell)
-
-    @property
-    def items(self) -> Cells:
-        """Rows of single numbers."""
-        return Cells(self.address, self.rows, math.prod(self.shape[1:]), self.stride, self.item)
 
 
 def plain_tensor(tensor: torch.Tensor) -> Plain | None:
@@ -122,14 +118,7 @@ def wire_of(low: int, high: int, dtype: str, item: int) -> str:
 
 
 @functools.cache
-def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype of that name, or None."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
-
-
-@functools.cache
 def width_of(dtype: str) -> int:
     """Bytes of one item."""
-    found = torch_dtype(dtype)
+    found = named_dtype(dtype)
     return found.itemsize if found is not None else np.dtype(dtype).itemsize

@@ -19,7 +19,7 @@ from mooncake_ray.data.block.columns import ColumnEncoder
 from mooncake_ray.data.block.families import narrow, offsets_of
 from mooncake_ray.data.block.index import Field, Index
 from mooncake_ray.data.block.node import bits
-from mooncake_ray.data.block.plain import Plain, plain_tensor, torch_dtype
+from mooncake_ray.data.block.plain import Plain, plain_tensor
 from mooncake_ray.data.block.read import Read, Runs, Steps
 from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.errors import CorruptBlockError
@@ -84,16 +84,7 @@ def decode(index: Index, field: Field, rows: Runs) -> Steps[Ragged]:
 
 def rebuilt(got: decoding.RaggedRows, valid: torch.Tensor | None = None, dim: int = 0) -> Ragged:
     """The same memory as a column."""
-    return Ragged(_tensor(got.values), torch.from_numpy(got.offsets), valid, dim)
-
-
-def _tensor(got: decoding.Dense) -> torch.Tensor:
-    kind = torch_dtype(got.dtype)
-    if kind is None:
-        raise CorruptBlockError(f"a tensor is said to be of {got.dtype}")
-    if not got.data.nbytes:
-        return torch.empty(got.shape, dtype=kind)
-    return torch.from_numpy(got.data).view(kind).view(got.shape)
+    return Ragged(got.values.tensor(), torch.from_numpy(got.offsets), valid, dim)
 
 
 def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
@@ -115,5 +106,5 @@ def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
         per = math.prod(tail)
         numbers, wire = yield from fill.read_items(node, inner.scaled(per))
         count = int(lengths.sum())
-        values = _tensor(decoding.Dense(decoding.widened(numbers, wire, node["dtype"], count * per), node["dtype"], (count, *tail)))
+        values = decoding.Dense(decoding.widened(numbers, wire, node["dtype"], count * per), node["dtype"], (count, *tail)).tensor()
     return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid, node["dim"])
