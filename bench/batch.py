@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import workloads
+from bench import plans, workloads
 from bench.batch_server import SUBJECTS
 from bench.fleet import Fleet, ServerError, note
 from bench.report import Result, Target, compare, quantity, summarize
@@ -54,8 +54,7 @@ def plan(sizes: Sequence[str] | None = None, *, quick: bool = False, runs: int |
     Raises:
         ValueError: there is no workload of that name.
     """
-    if unknown := [s for s in sizes or () if s not in workloads.NAMES]:
-        raise ValueError(f"no workload {unknown[0]!r}; there are {', '.join(workloads.NAMES)}")
+    plans.known_workloads(sizes)
     chosen = [s for s in workloads.NAMES if s in (sizes or (_QUICK if quick else _CHOSEN))]
     return [Step(w, lists, runs or (_QUICK_ROUNDS if quick else _ROUNDS[w])) for w in chosen for lists in (False, True)]
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench import workloads
+from bench import plans, workloads
 from bench.driver_server import SUBJECTS
 from bench.fleet import Fleet, note
 from bench.report import Result, Target, compare, summarize
@@ -43,12 +43,9 @@ def plan(sizes: Sequence[str] | None = None, *, quick: bool = False, runs: int |
     Raises:
         ValueError: there is no workload of that name, or more than one is asked for.
     """
-    if unknown := [s for s in sizes or () if s not in workloads.NAMES]:
-        raise ValueError(f"no workload {unknown[0]!r}; there are {', '.join(workloads.NAMES)}")
-    if sizes and len(sizes) > 1:
-        raise ValueError(f"{NAME} takes one workload at a time")
+    workload = plans.one_workload(NAME, sizes)
     step = Step("S64", workers=2, rounds=2) if quick else Step()
-    return [Step(sizes[0] if sizes else step.workload, step.workers, runs or step.rounds)]
+    return [Step(workload or step.workload, step.workers, runs or step.rounds)]
 
 
 def run(steps: Sequence[Step]) -> Iterator[list[Result]]:

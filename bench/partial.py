@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench import workloads
+from bench import plans
 from bench.fleet import Fleet, note
 from bench.partial_server import SUBJECTS
 from bench.report import Result, Target, compare, summarize
@@ -40,11 +40,7 @@ def plan(sizes: Sequence[str] | None = None, *, quick: bool = False, runs: int |
     Raises:
         ValueError: there is no workload of that name, or more than one is asked for.
     """
-    if unknown := [s for s in sizes or () if s not in workloads.NAMES]:
-        raise ValueError(f"no workload {unknown[0]!r}; there are {', '.join(workloads.NAMES)}")
-    if sizes and len(sizes) > 1:
-        raise ValueError(f"{NAME} takes one workload at a time")
-    workload = sizes[0] if sizes else "S64" if quick else "M1G"
+    workload = plans.one_workload(NAME, sizes) or ("S64" if quick else "M1G")
     return [Step(workload, runs or (_QUICK_ROUNDS if quick else _ROUNDS))]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ __all__ = [
     "build",
     "chunks_of",
     "nbytes",
+    "objects",
     "probe",
     "rewards",
     "rollout",
@@ -131,21 +133,19 @@ def verl_batch(prompts: int = 70, samples: int = 8, prompt_width: int = 1024, re
     return DataProto.from_dict(
         tensors={name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()},
         non_tensors={
-            "uid": _objects(f"group-{i // samples}" for i in range(rows)),
-            "raw_prompt": _objects([{"role": "user", "content": "x" * int(4 * n)}] for n in prompt_lengths),
-            "tool_trace": _objects([{"name": "python", "output": "z" * int(n)}] * int(n % 4) for n in rng.integers(50, 800, rows)),
-            "extra_fields": _objects({"acc": float(a), "min_global_steps": 7, "max_global_steps": 8} for a in rng.integers(0, 2, rows)),
-            "data_source": _objects("math" for _ in range(rows)),
+            "uid": objects(f"group-{i // samples}" for i in range(rows)),
+            "raw_prompt": objects([{"role": "user", "content": "x" * int(4 * n)}] for n in prompt_lengths),
+            "tool_trace": objects([{"name": "python", "output": "z" * int(n)}] * int(n % 4) for n in rng.integers(50, 800, rows)),
+            "extra_fields": objects({"acc": float(a), "min_global_steps": 7, "max_global_steps": 8} for a in rng.integers(0, 2, rows)),
+            "data_source": objects("math" for _ in range(rows)),
         },
         meta_info={"global_steps": 7, "temperature": 1.0},
     )
 
 
-def _objects(values: Any) -> np.ndarray:
-    values = list(values)
-    out = np.empty(len(values), dtype=object)
-    out[:] = values
-    return out
+def objects(values: Iterable[Any]) -> np.ndarray:
+    """An object array (rows,) of the values."""
+    return np.fromiter(values, object)
 
 
 def as_numpy(value: Any) -> Any:

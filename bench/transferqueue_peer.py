@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from bench import serving, workloads
+from bench import payloads, serving
 from bench.subjects import Roundtrips
 
 __all__ = ["TransferQueue"]
@@ -50,7 +50,7 @@ class TransferQueue(Roundtrips):
             if isinstance(column, torch.Tensor):
                 tensors[name] = column.values().view(len(keys), -1) if column.is_nested else column
             else:
-                others[name] = workloads.objects(column.tolist())
+                others[name] = payloads.objects(column.tolist())
         return DataProto.from_dict(tensors, others, meta_info=meta_info)
 
     def drop(self, handles: list[Any]) -> None:

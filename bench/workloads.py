@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NAMES", "WORKLOADS", "Rollout", "Texts", "Workload", "build", "ideal", "lists", "objects", "padded", "padded_bytes"]
+from bench.payloads import objects
+
+__all__ = ["NAMES", "WORKLOADS", "Rollout", "Texts", "Workload", "build", "ideal", "lists", "padded", "padded_bytes"]
 
 _SEED = 1234
 _VOCABULARY, _PAD = 151_936, 151_643
@@ -276,14 +278,6 @@ def _all_texts(texts: Texts) -> Iterator[str]:
     for calls in texts.calls:
         for code, out in calls:
             yield from (code, out)
-
-
-def objects(values: list[Any]) -> np.ndarray:
-    """An object array (rows,) of the values."""
-    out = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):  # NumPy would make lists of one length a second axis
-        out[i] = value
-    return out
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
