@@ -45,7 +45,7 @@ cdef extern from *:
 
 cdef extern from * namespace "mcr" nogil:
     cbool c_find_spans "mcr::find_spans"(const CCells&, const byte* one, int64_t* starts, int64_t* lengths) except +
-    void c_trim "mcr::trim"(const CCells&, const byte* pad, int64_t* starts, int64_t* lengths) except +
+    cbool c_trim "mcr::trim"(const CCells&, const byte* pad, int64_t* starts, int64_t* lengths) except +
     cbool c_outside_is "mcr::outside_is"(const CCells&, const CSpans&, const byte* pad) except +
     cbool c_inside_constant "mcr::inside_constant"(const CCells&, const CSpans&, byte* values) except +
     cbool c_last_hot "mcr::last_hot"(const CCells&, const CSpans&, byte* values) except +
@@ -111,29 +111,50 @@ cdef byte* items_of(const uint8_t[:, ::1] items, CCells cells, str name) except?
     return <byte*> &items[0, 0] if cells.rows else NULL
 
 
-def find_spans(cells, bytes one not None):
+ctypedef cbool (*Finder)(const CCells&, const byte*, int64_t*, int64_t*) except + nogil
+ctypedef cbool (*Valued)(const CCells&, const CSpans&, byte*) except + nogil
+ctypedef cbool (*Proof)(const CCells&, const CSpans&) except + nogil
+
+
+cdef found(Finder find, cells, bytes bits, str name):
+    """Starts and lengths of spans, or None."""
     cdef CCells c = cells_of(cells)
-    cdef const byte* bits = bits_of(one, c, "one")
+    cdef const byte* item = bits_of(bits, c, name)
     starts = np.empty(max(c.rows, 0), np.int64)
     lengths = np.empty(max(c.rows, 0), np.int64)
     cdef int64_t[::1] s = starts, n = lengths
     cdef int64_t *to_s = &s[0] if c.rows > 0 else NULL, *to_n = &n[0] if c.rows > 0 else NULL
     cdef cbool good
     with nogil:
-        good = c_find_spans(c, bits, to_s, to_n)
+        good = find(c, item, to_s, to_n)
     return (starts, lengths) if good else None
 
 
-def trim(cells, bytes pad not None):
+cdef valued(Valued look, cells, const int64_t[::1] starts, const int64_t[::1] lengths):
+    """One item a row, or None."""
     cdef CCells c = cells_of(cells)
-    cdef const byte* bits = bits_of(pad, c, "pad")
-    starts = np.empty(max(c.rows, 0), np.int64)
-    lengths = np.empty(max(c.rows, 0), np.int64)
-    cdef int64_t[::1] s = starts, n = lengths
-    cdef int64_t *to_s = &s[0] if c.rows > 0 else NULL, *to_n = &n[0] if c.rows > 0 else NULL
+    cdef CSpans spans = spans_of(c, starts, lengths)
+    values = np.empty((c.rows, c.item), np.uint8)
+    cdef byte* to = items_of(values, c, "values")
+    cdef cbool good
     with nogil:
-        c_trim(c, bits, to_s, to_n)
-    return starts, lengths
+        good = look(c, spans, to)
+    return values if good else None
+
+
+cdef proved(Proof proof, cells, const int64_t[::1] starts, const int64_t[::1] lengths):
+    cdef CCells c = cells_of(cells)
+    cdef CSpans spans = spans_of(c, starts, lengths)
+    cdef cbool good
+    with nogil:
+        good = proof(c, spans)
+    return good
+
+
+def find_spans(cells, bytes one not None): return found(c_find_spans, cells, one, "one")
+
+
+def trim(cells, bytes pad not None): return found(c_trim, cells, pad, "pad")
 
 
 def outside_is(cells, const int64_t[::1] starts, const int64_t[::1] lengths, bytes pad not None):
@@ -146,44 +167,16 @@ def outside_is(cells, const int64_t[::1] starts, const int64_t[::1] lengths, byt
     return good
 
 
-def inside_constant(cells, const int64_t[::1] starts, const int64_t[::1] lengths):
-    cdef CCells c = cells_of(cells)
-    cdef CSpans spans = spans_of(c, starts, lengths)
-    values = np.empty((c.rows, c.item), np.uint8)
-    cdef byte* to = items_of(values, c, "values")
-    cdef cbool good
-    with nogil:
-        good = c_inside_constant(c, spans, to)
-    return values if good else None
+def inside_constant(cells, const int64_t[::1] starts, const int64_t[::1] lengths): return valued(c_inside_constant, cells, starts, lengths)
 
 
-def last_hot(cells, const int64_t[::1] starts, const int64_t[::1] lengths):
-    cdef CCells c = cells_of(cells)
-    cdef CSpans spans = spans_of(c, starts, lengths)
-    values = np.empty((c.rows, c.item), np.uint8)
-    cdef byte* to = items_of(values, c, "values")
-    cdef cbool good
-    with nogil:
-        good = c_last_hot(c, spans, to)
-    return values if good else None
+def last_hot(cells, const int64_t[::1] starts, const int64_t[::1] lengths): return valued(c_last_hot, cells, starts, lengths)
 
 
-def is_positions(cells, const int64_t[::1] starts, const int64_t[::1] lengths):
-    cdef CCells c = cells_of(cells)
-    cdef CSpans spans = spans_of(c, starts, lengths)
-    cdef cbool good
-    with nogil:
-        good = c_is_positions(c, spans)
-    return good
+def is_positions(cells, const int64_t[::1] starts, const int64_t[::1] lengths): return proved(c_is_positions, cells, starts, lengths)
 
 
-def is_arange(cells, const int64_t[::1] starts, const int64_t[::1] lengths):
-    cdef CCells c = cells_of(cells)
-    cdef CSpans spans = spans_of(c, starts, lengths)
-    cdef cbool good
-    with nogil:
-        good = c_is_arange(c, spans)
-    return good
+def is_arange(cells, const int64_t[::1] starts, const int64_t[::1] lengths): return proved(c_is_arange, cells, starts, lengths)
 
 
 def rows_equal(a, b):

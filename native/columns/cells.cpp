@@ -48,6 +48,12 @@ std::vector<int64_t> sums(const int64_t* lengths, int64_t n) {
 
 int log_of(int64_t item) { return item == 1 ? 0 : item == 2 ? 1 : item == 4 ? 2 : item == 8 ? 3 : -1; }
 
+int integer_log(int64_t item) {
+  const int log = log_of(item);
+  if (log < 0) throw std::invalid_argument("an integer of " + std::to_string(item) + " bytes; 1, 2, 4 or 8 were expected");
+  return log;
+}
+
 Pattern::Pattern(const std::byte* bits, int64_t item) : bits_(bits), item_(size_t(item)), each_(item_) {
   if (bits) reduce(bits);
 }

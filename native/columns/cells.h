@@ -31,6 +31,11 @@ std::vector<int64_t> sums(const int64_t* lengths, int64_t n);
 
 // 0 … 3 for items of 1, 2, 4, 8 bytes, otherwise -1.
 int log_of(int64_t item);
+// The same for what has to be an integer; std::invalid_argument otherwise.
+int integer_log(int64_t item);
+
+// Where the span of a row begins.
+inline std::byte* span_of(const Cells& c, const Spans& s, int64_t row) { return c.at + row * c.stride + s.starts[row] * c.item; }
 
 // An item's bits, and what can be said of runs of items by them.
 class Pattern {

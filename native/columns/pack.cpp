@@ -8,18 +8,6 @@
 #include "columns/split.h"
 
 namespace mcr {
-namespace {
-
-int integer_log(int64_t item) {
-  const int log = log_of(item);
-  if (log < 0) throw std::invalid_argument("an integer of " + std::to_string(item) + " bytes; 1, 2, 4 or 8 were expected");
-  return log;
-}
-
-const std::byte* span_of(const Cells& c, const Spans& s, int64_t row) { return c.at + row * c.stride + s.starts[row] * c.item; }
-
-}  // namespace
-
 void pack(const Cells& c, const Spans& s, std::byte* to) {
   check(c, s);
   const auto offsets = sums(s.lengths, c.rows);

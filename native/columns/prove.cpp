@@ -9,18 +9,6 @@
 #include "columns/split.h"
 
 namespace mcr {
-namespace {
-
-int integer_log(const Cells& c) {
-  const int log = log_of(c.item);
-  if (log < 0) throw std::invalid_argument("an integer of " + std::to_string(c.item) + " bytes; 1, 2, 4 or 8 were expected");
-  return log;
-}
-
-std::byte* span_of(const Cells& c, const Spans& s, int64_t row) { return c.at + row * c.stride + s.starts[row] * c.item; }
-
-}  // namespace
-
 bool find_spans(const Cells& c, const std::byte* one, int64_t* starts, int64_t* lengths) {
   check(c);
   const Pattern zeros(nullptr, c.item), ones(one, c.item);
@@ -41,12 +29,12 @@ bool find_spans(const Cells& c, const std::byte* one, int64_t* starts, int64_t* 
   });
 }
 
-void trim(const Cells& c, const std::byte* pad, int64_t* starts, int64_t* lengths) {
+bool trim(const Cells& c, const std::byte* pad, int64_t* starts, int64_t* lengths) {
   check(c);
   constexpr size_t kBlock = 64;  // items looked at together, from the end
   const Pattern pads(pad, c.item);
   const size_t item = size_t(c.item);
-  over_rows(c.rows, c.width * c.item, [&](int64_t first, int64_t last) {
+  return over_rows(c.rows, c.width * c.item, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
       const std::byte* row = c.at + r * c.stride;
       size_t end = size_t(c.width);
@@ -109,7 +97,7 @@ bool last_hot(const Cells& c, const Spans& s, std::byte* values) {
 
 bool is_positions(const Cells& c, const Spans& s) {
   check(c, s);
-  const int log = integer_log(c);
+  const int log = integer_log(c.item);
   const Pattern zeros(nullptr, c.item);
   return over_cells(c, s, [&](const Part& p) {
     const auto before = p.before(), inside = p.inside(), after = p.after();
@@ -121,7 +109,7 @@ bool is_positions(const Cells& c, const Spans& s) {
 
 bool is_arange(const Cells& c, const Spans& s) {
   check(c, s);
-  const int log = integer_log(c);
+  const int log = integer_log(c.item);
   return over_spans(sums(s.lengths, c.rows).data(), c.rows, c.item, [&](int64_t row, int64_t from, int64_t to) {
     return loops.counts_up[log](span_of(c, s, row) + from * c.item, size_t(to - from), uint64_t(from));
   });
@@ -171,7 +159,7 @@ namespace {
 
 template <class Wide>
 std::optional<std::pair<uint64_t, uint64_t>> range_as(const Cells& c, const Spans& s) {
-  const int log = integer_log(c);
+  const int log = integer_log(c.item);
   const auto offsets = sums(s.lengths, c.rows);
   if (!offsets.back()) return std::nullopt;
   Wide lo = std::numeric_limits<Wide>::max(), hi = std::numeric_limits<Wide>::min();

@@ -9,8 +9,8 @@ namespace mcr {
 
 // Each row is one run of items with the bits `one` among items of zeros. Writes its span; 0, 0 for a row of zeros.
 bool find_spans(const Cells& cells, const std::byte* one, int64_t* starts, int64_t* lengths);
-// Writes the shortest span of each row outside of which all items have the bits `pad`; 0, 0 for a row of them only.
-void trim(const Cells& cells, const std::byte* pad, int64_t* starts, int64_t* lengths);
+// Writes the shortest span of each row outside of which all items have the bits `pad`; 0, 0 for a row of them only. Always true.
+bool trim(const Cells& cells, const std::byte* pad, int64_t* starts, int64_t* lengths);
 // Every item outside the spans has these bits.
 bool outside_is(const Cells& cells, const Spans& spans, const std::byte* pad);
 // In each span all items have the same bits. Writes them, rows x item bytes; zeros for an empty span.

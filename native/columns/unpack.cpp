@@ -10,12 +10,6 @@
 namespace mcr {
 namespace {
 
-int integer_log(int64_t item) {
-  const int log = log_of(item);
-  if (log < 0) throw std::invalid_argument("an integer of " + std::to_string(item) + " bytes; 1, 2, 4 or 8 were expected");
-  return log;
-}
-
 // put(to, number of the first value, how many).
 template <class F>
 void place(const Ragged& ragged, const Cells& c, const std::byte* pad, F&& put) {
