@@ -27,6 +27,7 @@ __all__ = [
     "narrow",
     "natural",
     "number_type",
+    "pieces",
     "spans",
     "typed",
 ]
@@ -170,3 +171,10 @@ def spans(node: Node, runs: Runs) -> Steps[tuple[Runs, np.ndarray]]:
     local = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts, out=local[1:])
     return Runs(starts, ends - starts), local
+
+
+def pieces(node: Node, runs: Runs) -> Steps[tuple[np.ndarray, list[int]]]:
+    """The selected rows of a node whose rows are bytes in its `buffer`: uint8 (bytes,), and where in it each row begins and the last ends."""
+    inner, edges = yield from spans(node, runs)
+    (data,) = yield [Read(natural(node, "buffer"), inner)]
+    return typed(data, np.dtype(np.uint8), inner.total), edges.tolist()

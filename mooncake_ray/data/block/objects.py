@@ -19,8 +19,8 @@ import torch
 from mooncake_ray.data.bits import dtype_name, flat_bytes, from_bytes
 from mooncake_ray.data.block.arrays import tensor_group
 from mooncake_ray.data.block.chunk import Builder
-from mooncake_ray.data.block.node import Node, corrupt, decoder, lengths, natural, spans, typed
-from mooncake_ray.data.block.read import Read, Runs, Steps
+from mooncake_ray.data.block.node import Node, corrupt, decoder, lengths, pieces
+from mooncake_ray.data.block.read import Runs, Steps
 
 __all__ = ["NotStorable", "encode_objects"]
 
@@ -49,10 +49,8 @@ def encode_objects(values: list[Any], out: Builder) -> Node:
 
 @decoder("object")
 def _decode_objects(node: Node, runs: Runs) -> Steps[list[Any]]:
-    inner, edges = yield from spans(node, runs)
-    (data,) = yield [Read(natural(node, "buffer"), inner)]
-    data = memoryview(typed(data, np.dtype(np.uint8), inner.total))
-    bounds = edges.tolist()
+    got, bounds = yield from pieces(node, runs)
+    data = memoryview(got)
     try:
         return [pickle.loads(data[a:b]) for a, b in pairwise(bounds)]
     except (pickle.UnpicklingError, EOFError) as error:

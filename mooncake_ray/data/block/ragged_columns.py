@@ -16,13 +16,12 @@ from mooncake_ray.data.block import decode as decoding
 from mooncake_ray.data.block import fill
 from mooncake_ray.data.block.chunk import Builder
 from mooncake_ray.data.block.columns import ColumnEncoder
-from mooncake_ray.data.block.families import narrow, offsets_of
+from mooncake_ray.data.block.families import offsets_of
 from mooncake_ray.data.block.index import Field, Index
-from mooncake_ray.data.block.node import bits
+from mooncake_ray.data.block.node import bits, lengths, spans
 from mooncake_ray.data.block.plain import Plain, plain_tensor
-from mooncake_ray.data.block.read import Read, Runs, Steps
+from mooncake_ray.data.block.read import Runs, Steps
 from mooncake_ray.data.ragged import Ragged
-from mooncake_ray.errors import CorruptBlockError
 
 __all__ = ["decode", "encode", "rebuilt"]
 
@@ -52,9 +51,8 @@ def _marks(column: Ragged, out: Builder) -> dict[str, Any]:
 
 def _nested(column: Ragged, out: Builder) -> dict[str, Any] | None:
     """The node of rows that are items of other rows."""
-    offsets = column.offsets.numpy() - column.span[0]
-    small = narrow(offsets)
-    node = {"offsets": [small.dtype.name, out.add(small)], "dim": column.ragged_dim, **_marks(column, out)}
+    counts = np.diff(column.offsets.numpy())
+    node = {"kind": "ragged", "rows": len(column), **lengths(counts, out), "dim": column.ragged_dim, **_marks(column, out)}
     if isinstance(column.values, Ragged):
         first, last = column.span
         child = _nested(column.values[first:last], out)
@@ -63,7 +61,7 @@ def _nested(column: Ragged, out: Builder) -> dict[str, Any] | None:
     if plain is None:
         return None
     flat = Plain(plain.owner, plain.address, (len(column), 0, *plain.shape[1:]), 0, plain.dtype, plain.item)
-    spans = fill.Spans(flat, 0, len(column), column.offsets.numpy()[:-1], np.diff(offsets))
+    spans = fill.Spans(flat, 0, len(column), column.offsets.numpy()[:-1], counts)
     return {**node, "dtype": plain.dtype, "tail": list(plain.shape[1:]), "fill": "values", **fill.encode_items(spans, out)}
 
 
@@ -76,8 +74,8 @@ def decode(index: Index, field: Field, rows: Runs) -> Steps[Ragged]:
     if node["kind"] == "ragged" and node.get("fill") == "nested":
         offsets = index.family(node["family"]).offsets
         values: Any = yield from _decode_nested(node["child"], decoding.children(offsets, rows))
-        lengths = np.diff(offsets)[rows.positions()]
-        return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid, node["dim"])
+        counts = np.diff(offsets)[rows.positions()]
+        return Ragged(values, torch.from_numpy(offsets_of(counts)), valid, node["dim"])
     got = yield from decoding.ragged(index, field, rows)
     return rebuilt(got, valid, node["dim"])
 
@@ -88,14 +86,7 @@ def rebuilt(got: decoding.RaggedRows, valid: torch.Tensor | None = None, dim: in
 
 
 def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
-    dtype, buffer = np.dtype(node["offsets"][0]), node["offsets"][1]
-    (got,) = yield [Read.items(buffer, Runs(items.starts, items.lengths + 1), dtype.itemsize)]
-    ends = got.view(dtype).astype(np.int64)
-    firsts = np.cumsum(items.lengths + 1) - (items.lengths + 1)  # where each run's offsets begin in `ends`
-    inner = Runs(ends[firsts], ends[firsts + items.lengths] - ends[firsts])
-    lengths = np.diff(ends)[Runs(firsts, items.lengths).positions()]
-    if (lengths < 0).any():
-        raise CorruptBlockError("the offsets of a nested column are not in order")
+    inner, edges = yield from spans(node, items)
     valid = None
     if "valid" in node:
         valid = torch.from_numpy((yield from bits(node["valid"], items)).copy())
@@ -105,6 +96,6 @@ def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
         tail = tuple(node["tail"])
         per = math.prod(tail)
         numbers, wire = yield from fill.read_items(node, inner.scaled(per))
-        count = int(lengths.sum())
+        count = int(edges[-1])
         values = decoding.Dense(decoding.widened(numbers, wire, node["dtype"], count * per), node["dtype"], (count, *tail)).tensor()
-    return Ragged(values, torch.from_numpy(offsets_of(lengths)), valid, node["dim"])
+    return Ragged(values, torch.from_numpy(edges), valid, node["dim"])

@@ -23,9 +23,9 @@ import numpy as np
 
 from mooncake_ray.data.block import python_lists
 from mooncake_ray.data.block.chunk import Builder, Chunk
-from mooncake_ray.data.block.node import Node, bits, corrupt, decoder, items, lengths, narrow, natural, number_type, spans, typed
+from mooncake_ray.data.block.node import Node, bits, corrupt, decoder, items, lengths, narrow, natural, number_type, pieces
 from mooncake_ray.data.block.python_lists import BOOL, FLOAT, INT, Scan
-from mooncake_ray.data.block.read import Read, Runs, Steps
+from mooncake_ray.data.block.read import Runs, Steps
 
 __all__ = [
     "NUMBERS",
@@ -228,10 +228,8 @@ def _encode_strings(values: list[Any], data: bytes, sizes: Any, kind: str, type_
 
 @decoder("text")
 def _decode_text(node: Node, runs: Runs) -> Steps[list[str]]:
-    inner, edges = yield from spans(node, runs)
-    (data,) = yield [Read(natural(node, "buffer"), inner)]
-    data = typed(data, np.dtype(np.uint8), inner.total).tobytes()
-    bounds = edges.tolist()
+    got, bounds = yield from pieces(node, runs)
+    data = got.tobytes()
     try:
         if data.isascii():
             text = data.decode("ascii")
@@ -243,10 +241,8 @@ def _decode_text(node: Node, runs: Runs) -> Steps[list[str]]:
 
 @decoder("bytes")
 def _decode_bytes(node: Node, runs: Runs) -> Steps[list[bytes]]:
-    inner, edges = yield from spans(node, runs)
-    (data,) = yield [Read(natural(node, "buffer"), inner)]
-    data = typed(data, np.dtype(np.uint8), inner.total).tobytes()
-    bounds = edges.tolist()
+    got, bounds = yield from pieces(node, runs)
+    data = got.tobytes()
     return [data[a:b] for a, b in pairwise(bounds)]
 
 
