@@ -20,7 +20,7 @@ from mooncake_ray.data.block.families import offsets_of
 from mooncake_ray.data.block.index import Field, Index
 from mooncake_ray.data.block.node import bits, lengths, spans
 from mooncake_ray.data.block.plain import Plain, plain_tensor
-from mooncake_ray.data.block.read import Runs, Steps
+from mooncake_ray.data.block.read import Runs, Steps, together
 from mooncake_ray.data.ragged import Ragged
 
 __all__ = ["decode", "encode", "rebuilt"]
@@ -61,23 +61,25 @@ def _nested(column: Ragged, out: Builder) -> dict[str, Any] | None:
     if plain is None:
         return None
     flat = Plain(plain.owner, plain.address, (len(column), 0, *plain.shape[1:]), 0, plain.dtype, plain.item)
-    spans = fill.Spans(flat, 0, len(column), column.offsets.numpy()[:-1], counts)
-    return {**node, "dtype": plain.dtype, "tail": list(plain.shape[1:]), "fill": "values", **fill.encode_items(spans, out)}
+    held = fill.Spans(flat, 0, len(column), column.offsets.numpy()[:-1], counts)
+    return {**node, "dtype": plain.dtype, "tail": list(plain.shape[1:]), "fill": "values", **fill.encode_items(held, out)}
 
 
 def decode(index: Index, field: Field, rows: Runs) -> Steps[Ragged]:
     """The selected rows."""
     node = field.node
-    valid = None
-    if "valid" in node:
-        valid = torch.from_numpy((yield from bits(node["valid"], rows)).copy())
-    if node["kind"] == "ragged" and node.get("fill") == "nested":
+    if node.get("fill") == "nested":
         offsets = index.family(node["family"]).offsets
-        values: Any = yield from _decode_nested(node["child"], decoding.children(offsets, rows))
+        values, valid = yield from together([_decode_nested(node["child"], decoding.children(offsets, rows)), _valid(node, rows)])
         counts = np.diff(offsets)[rows.positions()]
         return Ragged(values, torch.from_numpy(offsets_of(counts)), valid, node["dim"])
-    got = yield from decoding.ragged(index, field, rows)
+    got, valid = yield from together([decoding.ragged(index, field, rows), _valid(node, rows)])
     return rebuilt(got, valid, node["dim"])
+
+
+def _valid(node: dict[str, Any], rows: Runs) -> Steps[torch.Tensor | None]:
+    """Which of the selected rows are not null; None where no row is."""
+    return torch.from_numpy((yield from bits(node["valid"], rows)).copy()) if "valid" in node else None
 
 
 def rebuilt(got: decoding.RaggedRows, valid: torch.Tensor | None = None, dim: int = 0) -> Ragged:
@@ -86,10 +88,7 @@ def rebuilt(got: decoding.RaggedRows, valid: torch.Tensor | None = None, dim: in
 
 
 def _decode_nested(node: dict[str, Any], items: Runs) -> Steps[Ragged]:
-    inner, edges = yield from spans(node, items)
-    valid = None
-    if "valid" in node:
-        valid = torch.from_numpy((yield from bits(node["valid"], items)).copy())
+    (inner, edges), valid = yield from together([spans(node, items), _valid(node, items)])
     if node["fill"] == "nested":
         values: Any = yield from _decode_nested(node["child"], inner)
     else:
