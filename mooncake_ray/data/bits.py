@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-__all__ = ["as_ints", "dtype_name", "flat_bytes", "from_bytes", "is_plain", "named_dtype", "owned"]
+from mooncake_ray.errors import SchemaError
+
+__all__ = ["as_ints", "dtype_name", "flat_bytes", "from_bytes", "is_plain", "named_dtype", "named_tensor", "owned"]
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -48,3 +50,15 @@ def named_dtype(name: str) -> torch.dtype | None:
     """torch's dtype of that name, or None where it has none."""
     dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def named_tensor(raw: np.ndarray | bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of these bytes: what pickles call that hold tensors as bytes.
+
+    Raises:
+        SchemaError: This version of torch has no such dtype.
+    """
+    kind = named_dtype(dtype)
+    if kind is None:
+        raise SchemaError(f"this version of torch has no dtype {dtype}")
+    return from_bytes(np.frombuffer(raw, np.uint8), kind, shape)

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from mooncake_ray.data import ops
-from mooncake_ray.data.bits import dtype_name, flat_bytes, from_bytes, is_plain, named_dtype
+from mooncake_ray.data.bits import dtype_name, flat_bytes, is_plain, named_tensor
 from mooncake_ray.data.ragged import Ragged
 from mooncake_ray.errors import SchemaError
 
@@ -150,12 +149,5 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and is_plain(obj) and obj.device.type == "cpu" and not obj.requires_grad:
-            return _tensor, (flat_bytes(obj).numpy(), dtype_name(obj.dtype), tuple(obj.shape))
+            return named_tensor, (flat_bytes(obj).numpy(), dtype_name(obj.dtype), tuple(obj.shape))
         return NotImplemented
-
-
-def _tensor(raw: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    kind = named_dtype(dtype)
-    if kind is None:
-        raise SchemaError(f"this version of torch has no dtype {dtype}")
-    return from_bytes(raw, kind, shape)

@@ -18,7 +18,7 @@ from mooncake_ray.data import kernels
 from mooncake_ray.data.bits import named_dtype
 from mooncake_ray.data.block import block, layout, number_lists
 from mooncake_ray.data.block.index import Field, Index, parse
-from mooncake_ray.data.block.read import Read, Runs, Steps, run, together
+from mooncake_ray.data.block.read import Read, Runs, Steps, offsets_of, run, together
 from mooncake_ray.errors import CorruptBlockError
 
 __all__ = ["Columns", "Handle", "Joined", "Pending", "Stored", "as_ragged", "join", "load", "load_columns"]
@@ -159,7 +159,7 @@ class Stored(Pending):
     @property
     def kind(self) -> str:  # type: ignore[override]
         form = self.field.form
-        unpadded = form == "tensor" and self.form == "ragged" and self.handle.index.offsets(self.name) is not None
+        unpadded = form == "tensor" and self.form == "ragged" and self.handle.index.has_lengths(self.name)
         if form == "ragged" or unpadded or self.numbers is not None:
             return "a Ragged"
         return "a tensor" if form == "tensor" else "an array"
@@ -185,8 +185,8 @@ class Stored(Pending):
         per = math.prod(n for n in self.full_row_shape if n is not None) * self.dtype.itemsize
         if self.kind != "a Ragged":
             return self.rows * per
-        offsets = self.handle.index.offsets(self.name)
-        return int(np.diff(offsets)[self.runs.positions()].sum()) * per
+        lengths = self.handle.index.lengths(self.name)
+        return int(lengths[self.runs.positions()].sum()) * per
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class _Plan:
             groups.setdefault((id(part.handle), part.name), []).append(number)
         if len(parts) <= _TURNS * len(groups):
             return cls(parts)
-        first = np.cumsum([0, *(part.rows for part in parts)])
+        first = offsets_of(np.array([part.rows for part in parts]))
         order = [np.arange(first[number], first[number + 1]) for numbers in groups.values() for number in numbers]
         merged = []
         for numbers in groups.values():

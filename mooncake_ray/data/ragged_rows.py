@@ -10,6 +10,7 @@ import torch
 
 from mooncake_ray.data import kernels
 from mooncake_ray.data.bits import as_ints, flat_bytes, from_bytes, is_plain
+from mooncake_ray.data.block import read
 from mooncake_ray.data.block.read import Runs
 from mooncake_ray.errors import SchemaError
 
@@ -92,9 +93,7 @@ def item_bytes(values: torch.Tensor) -> int:
 
 def offsets_of(lengths: np.ndarray) -> torch.Tensor:
     """Where rows of these lengths begin, and where the last one ends, int64 (rows + 1,)."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return torch.from_numpy(offsets)
+    return torch.from_numpy(read.offsets_of(lengths))
 
 
 def take_items(values: Any, runs: Runs) -> Any:

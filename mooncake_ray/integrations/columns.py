@@ -35,6 +35,4 @@ def from_rows(rows: list[Any]) -> torch.Tensor | Ragged | list[Any]:
     if len(differing) > 1:
         return torch.nested.as_nested_tensor(rows, layout=torch.strided)
     dim = differing[0] if differing else 0
-    lengths = torch.tensor([row.shape[dim] for row in rows])
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return Ragged(torch.cat([row.movedim(dim, 0) for row in rows]), offsets, ragged_dim=dim)
+    return Ragged.from_tensors(rows, ragged_dim=dim)

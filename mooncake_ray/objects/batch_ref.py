@@ -252,10 +252,10 @@ def _lengths(group: _Group, stored: str) -> np.ndarray | None:
     out = []
     for obj, runs in group.segments:
         index = obj.index
-        offsets = index.offsets(stored) if index is not None and stored in index.fields else None
-        if offsets is None:
+        lengths = index.lengths(stored) if index is not None and stored in index.fields else None
+        if lengths is None:
             return None
-        out.append(np.diff(offsets)[runs.positions()])
+        out.append(lengths[runs.positions()])
     return np.concatenate(out)
 
 

@@ -110,7 +110,7 @@ def test_padding_that_no_mask_tells_is_not_stored_but_gives_no_row_lengths():
     assert handle.nbytes < 2000
     for name, column in alone.items():
         assert same(loaded(handle, name), column) and same(loaded(handle, name, form="ragged"), column)
-        assert handle.index.offsets(name) is None
+        assert not handle.index.has_lengths(name) and handle.index.lengths(name) is None
 
 
 @pytest.mark.parametrize("rows", [[], [0], [63], [5, 6, 7], [9, 3, 3, 40, 41]])

@@ -128,7 +128,7 @@ def _column(index: Index, field: Field, rows: Runs, form: str) -> Steps[Any]:
         return np.fromiter((yield from values.decode(field.node["tree"], rows)), object, rows.total)
     if field.form == "ragged":
         return (yield from ragged_columns.decode(index, field, rows))
-    if form == "ragged" and index.offsets(field.name) is not None:
+    if form == "ragged" and index.has_lengths(field.name):
         return ragged_columns.rebuilt((yield from decode.ragged(index, field, rows)))
     got = yield from decode.dense(index, field, rows)
     if field.form == "array":

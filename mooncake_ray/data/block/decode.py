@@ -12,10 +12,10 @@ import torch
 from mooncake_ray.data import kernels
 from mooncake_ray.data.bits import from_bytes, named_dtype
 from mooncake_ray.data.block import fill
-from mooncake_ray.data.block.families import Family, offsets_of
+from mooncake_ray.data.block.families import Family
 from mooncake_ray.data.block.index import Field, Index
 from mooncake_ray.data.block.plain import kind_of, one_of, width_of
-from mooncake_ray.data.block.read import Read, Runs, Steps, together
+from mooncake_ray.data.block.read import Read, Runs, Steps, offsets_of, together
 from mooncake_ray.data.kernels import Cells
 from mooncake_ray.errors import CorruptBlockError
 

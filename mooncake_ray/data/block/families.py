@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mooncake_ray.data.block.node import narrow as narrowest
+from mooncake_ray.data.block.read import offsets_of
 
 __all__ = ["Families", "Family"]
 
@@ -44,12 +45,6 @@ class Family:
 
     def same(self, other: Family) -> bool:
         return self.width == other.width and np.array_equal(self.lengths, other.lengths) and np.array_equal(self.starts, other.starts)
-
-
-def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def narrow(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mooncake_ray.data.block import layout
-from mooncake_ray.data.block.families import Family, offsets_of
+from mooncake_ray.data.block.families import Family
 from mooncake_ray.errors import CorruptBlockError
 
 __all__ = ["Field", "Index", "dump", "parse"]
@@ -131,14 +131,23 @@ class Index:
             raise CorruptBlockError(f"field {name!r} is said to be part of {of!r}, which holds no data of its own")
         return found
 
-    def offsets(self, name: str) -> np.ndarray | None:
-        """int64 (rows + 1,) offsets of the data of a column's rows; None for a column without row lengths that a mask or its own form tells."""
+    def _told(self, name: str) -> Family | None:
+        """The family that says how long a column's rows are, or those that it is part of; None unless a mask or its own form tells that."""
         node = self.fields[name].node
         number = (self.base(name).node if node["kind"] == "part" else node).get("family")
         family = None if number is None else self.family(number)
-        if family is None or not family.told:
-            return None
-        return offsets_of(family.cut(node["first"], node["shape"][0]).lengths) if node["kind"] == "part" else family.offsets
+        return family if family is not None and family.told else None
+
+    def has_lengths(self, name: str) -> bool:
+        """Whether a column has row lengths."""
+        return self._told(name) is not None
+
+    def lengths(self, name: str) -> np.ndarray | None:
+        """Row lengths of a column, int64 (rows,); None for one that has none."""
+        family, node = self._told(name), self.fields[name].node
+        if family is None or node["kind"] != "part":
+            return None if family is None else family.lengths
+        return family.cut(node["first"], node["shape"][0]).lengths
 
 
 def dump(rows: int, fields: Mapping[str, Field], families: list[dict[str, Any]], sizes: list[int]) -> bytes:

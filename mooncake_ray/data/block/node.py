@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mooncake_ray.data.block.chunk import Builder
-from mooncake_ray.data.block.read import Read, Runs, Steps
+from mooncake_ray.data.block.read import Read, Runs, Steps, offsets_of
 from mooncake_ray.errors import CorruptBlockError
 
 __all__ = [
@@ -138,8 +138,7 @@ def lengths(counts: np.ndarray, out: Builder) -> Node:
     """
     if counts.size and (counts == counts[0]).all():
         return {"length": int(counts[0]), "total": int(counts[0]) * counts.size}
-    offsets = np.zeros(counts.size + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
+    offsets = offsets_of(counts)
     total = int(offsets[-1])
     dtype = narrow(total)
     return {"offsets": out.add(offsets.astype(dtype)), "offset_type": dtype.name, "total": total}
@@ -168,8 +167,7 @@ def spans(node: Node, runs: Runs) -> Steps[tuple[Runs, np.ndarray]]:
         counts = np.delete(counts, last[:-1])
     if edges.min() < 0 or edges.max() > total or (counts.size and counts.min() < 0):
         raise corrupt(f"offsets of a {node.get('kind')} node fall, or lie outside of its {total} items")
-    local = np.zeros(counts.size + 1, np.int64)
-    np.cumsum(counts, out=local[1:])
+    local = offsets_of(counts)
     return Runs(starts, ends - starts), local
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from mooncake_ray.data.bits import dtype_name, named_dtype
-from mooncake_ray.data.block.families import offsets_of
 from mooncake_ray.data.block.node import bits, check_within, corrupt, natural, spans
-from mooncake_ray.data.block.read import Runs, Steps, together
+from mooncake_ray.data.block.read import Runs, Steps, offsets_of, together
 from mooncake_ray.data.block.scalars import NUMBERS, numbers
 from mooncake_ray.data.ragged import Ragged
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mooncake_ray.data.bits import dtype_name, flat_bytes, from_bytes
+from mooncake_ray.data.bits import dtype_name, flat_bytes, named_tensor
 from mooncake_ray.data.block.arrays import tensor_group
 from mooncake_ray.data.block.chunk import Builder
 from mooncake_ray.data.block.node import Node, corrupt, decoder, lengths, pieces
@@ -77,12 +77,7 @@ def _pickler(base: type, refused: tuple[type, ...]) -> type:
             if issubclass(type(obj), refused):
                 raise NotStorable(f"a {type(obj).__name__} must be pickled by Ray, which counts such handles")
             if type(obj) is torch.Tensor and tensor_group(obj) is not None:  # torch's own way takes 50 times as long, and not all dtypes
-                return rebuild_tensor, (bytearray(flat_bytes(obj).numpy()), dtype_name(obj.dtype), tuple(obj.shape))
+                return named_tensor, (bytearray(flat_bytes(obj).numpy()), dtype_name(obj.dtype), tuple(obj.shape))
             return super().reducer_override(obj)
 
     return Pickler
-
-
-def rebuild_tensor(data: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A row-major tensor of these bytes."""
-    return from_bytes(np.frombuffer(data, np.uint8), getattr(torch, dtype), shape)

@@ -16,11 +16,10 @@ from mooncake_ray.data.block import decode as decoding
 from mooncake_ray.data.block import fill
 from mooncake_ray.data.block.chunk import Builder
 from mooncake_ray.data.block.columns import ColumnEncoder
-from mooncake_ray.data.block.families import offsets_of
 from mooncake_ray.data.block.index import Field, Index
 from mooncake_ray.data.block.node import bits, lengths, spans
 from mooncake_ray.data.block.plain import Plain, plain_tensor
-from mooncake_ray.data.block.read import Runs, Steps, together
+from mooncake_ray.data.block.read import Runs, Steps, offsets_of, together
 from mooncake_ray.data.ragged import Ragged
 
 __all__ = ["decode", "encode", "rebuilt"]

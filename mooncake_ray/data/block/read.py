@@ -13,9 +13,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["Fetch", "Read", "Runs", "Steps", "run", "together"]
+__all__ = ["Fetch", "Read", "Runs", "Steps", "offsets_of", "run", "together"]
 
 T = TypeVar("T")
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Where rows of these lengths begin that lie one after the other, and where the last one ends: int64 (rows + 1,)."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 @dataclass(frozen=True, slots=True)
