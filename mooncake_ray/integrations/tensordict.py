@@ -6,7 +6,7 @@ What is none of these stays in the pickle as the value it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from mooncake_ray.errors import SchemaError
 from mooncake_ray.store.frameworks import stored_only
 from mooncake_ray.store.packing import Packer
 
-__all__ = ["flattened", "reduce_tensordict"]
+__all__ = ["flattened", "is_plain", "put_together", "reduce_tensordict", "taken_apart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Parts:
         for key, value in td.items():
             name = f"{path}{key}"
             column = None
-            if type(value) is TensorDict and _is_plain(value):
+            if type(value) is TensorDict and is_plain(value):
                 value = self.table(value, f"{name}.")
             elif name not in self.batch and name not in self.arrays:  # as "a.b" may be, next to the b in a
                 column = _column(value)
@@ -68,12 +68,17 @@ def reduce_tensordict(packer: Packer, td: Any) -> Any:
     """A reduction of a TensorDict, or NotImplemented for one that is small, has no rows, names its dimensions or lies in a file."""
     from tensordict import TensorDict
 
-    if type(td) is not TensorDict or not td.batch_size or not _is_plain(td):
+    if type(td) is not TensorDict or not td.batch_size or not is_plain(td):
         return NotImplemented
-    parts = _Parts()
-    table = parts.table(td)
-    packed = pack(packer, td.batch_size[0], parts.batch, parts.arrays)
+    table, batch, arrays = taken_apart(td)
+    packed = pack(packer, td.batch_size[0], batch, arrays)
     return NotImplemented if packed is None else (_rebuild, (*packed, table))
+
+
+def taken_apart(td: Any) -> tuple[_Table, dict[str, Any], dict[str, np.ndarray]]:
+    """What `put_together` makes the TensorDict of again: the rest of it, its tensors (ragged ones as `Ragged`) and its arrays."""
+    parts = _Parts()
+    return parts.table(td), parts.batch, parts.arrays
 
 
 def flattened(td: Any) -> Any:
@@ -98,7 +103,8 @@ def flattened(td: Any) -> Any:
     return td.flatten_keys(".")
 
 
-def _is_plain(td: Any) -> bool:
+def is_plain(td: Any) -> bool:
+    """Whether it is in memory, and its dimensions have no names."""
     return not td.is_memmap() and not td._has_names()
 
 
@@ -121,7 +127,7 @@ def _rebuild(batch: dict[str, Any], arrays: dict[str, Any], table: _Table) -> An
     if stored_only():
         return DataProto._of(columns, others, dict(_constants(table)))
     load_columns([columns, others])
-    return _tensordict(table, {**columns, **others})
+    return put_together(table, {**columns, **others})
 
 
 def _constants(table: _Table) -> Iterator[tuple[str, Any]]:
@@ -132,13 +138,14 @@ def _constants(table: _Table) -> Iterator[tuple[str, Any]]:
             yield key, value.data
 
 
-def _tensordict(table: _Table, columns: dict[str, Any]) -> Any:
+def put_together(table: _Table, columns: Mapping[str, Any]) -> Any:
+    """A TensorDict of its columns and the rest of it."""
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     entries = {}
     for key, value in table.entries:
         if isinstance(value, _Table):
-            value = _tensordict(value, columns)
+            value = put_together(value, columns)
         elif isinstance(value, _Column):
             value = columns[value.name]
             if isinstance(value, Ragged):
