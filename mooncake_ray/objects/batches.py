@@ -13,7 +13,7 @@ from mooncake_ray.data.meta import join_meta
 from mooncake_ray.errors import SchemaError
 from mooncake_ray.objects import api
 from mooncake_ray.objects.batch_ref import BatchRef, Rows, of_stored
-from mooncake_ray.store.frameworks import as_stored
+from mooncake_ray.store.frameworks import as_stored, class_names
 
 __all__ = ["as_batch", "batch_ref", "get_batch", "put_batch"]
 
@@ -40,7 +40,7 @@ def as_batch(batch: Any) -> tuple[DataProto, str]:
     """A batch of any class as ours, sharing its columns; and what it was."""
     if isinstance(batch, DataProto):
         return batch, "mooncake_ray"
-    kinds = {f"{base.__module__}:{base.__qualname__}" for base in type(batch).__mro__}
+    kinds = class_names(type(batch))
     if "verl.protocol:DataProto" in kinds:
         return DataProto.from_verl(batch), "verl"
     if any(kind.startswith("tensordict") and kind.endswith(":TensorDictBase") for kind in kinds):

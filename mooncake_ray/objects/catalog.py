@@ -151,7 +151,7 @@ class Catalog:
             StoreError: the partition is closed, and a row is new.
             StoreFullError: no room within the time, or ever.
         """
-        end = _end(timeout_s)
+        end = _deadline(timeout_s)
         keys = list(keys)
         ref = batch if batch is None or isinstance(batch, BatchRef) else put_batch(batch)
         if ref is not None and len(ref) != len(keys):
@@ -208,7 +208,7 @@ class Catalog:
             SchemaError: a tag cannot be compared.
             ValueError: there is no such group, or the numbers contradict each other.
         """
-        end = _end(timeout_s)
+        end = _deadline(timeout_s)
         if isinstance(fields, str):
             fields = [fields]
         if fields is not None and not fields:
@@ -270,7 +270,7 @@ class Catalog:
         return _answer(self.name, lambda: getattr(self._actor, method).remote(*args))
 
 
-def _end(timeout_s: float | None) -> float | None:
+def _deadline(timeout_s: float | None) -> float | None:
     if timeout_s is not None and timeout_s < 0:
         raise ValueError(f"timeout_s must not be negative, got {timeout_s}")
     return None if timeout_s is None else time.monotonic() + timeout_s

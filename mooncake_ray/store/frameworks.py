@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["as_stored", "reduce", "stored_only"]
+__all__ = ["as_stored", "class_names", "reduce", "stored_only"]
 
 _REDUCERS = {  # class → function(packer, obj) that gives a reduction, or NotImplemented for the class's own pickling
     "mooncake_ray.data.proto:DataProto": "mooncake_ray.data.packed:reduce_batch",
@@ -34,12 +34,16 @@ def reduce(packer: Any, obj: Any) -> Any:
 
 
 def _find(cls: type) -> Callable[[Any, Any], Any] | None:
-    for base in cls.__mro__:
-        name = _REDUCERS.get(f"{base.__module__}:{base.__qualname__}")
-        if name is not None:
-            module, attribute = name.split(":")
+    for name in class_names(cls):
+        if name in _REDUCERS:
+            module, attribute = _REDUCERS[name].split(":")
             return getattr(importlib.import_module(module), attribute)
     return None
+
+
+def class_names(cls: type) -> list[str]:
+    """What a class is, as "module:name", the nearest first: so it can be told without importing what it might be."""
+    return [f"{base.__module__}:{base.__qualname__}" for base in cls.__mro__]
 
 
 _reading = threading.local()

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mooncake_ray.data import kernels
 from mooncake_ray.data.block.chunk import Chunk
 from mooncake_ray.errors import CorruptBlockError
 
@@ -73,48 +72,30 @@ def layout_of(index_bytes: int, sizes: Sequence[int], head_buffers: int, checksu
     return Layout(index_bytes, tuple(offsets), tuple(sizes), head_buffers, checksums)
 
 
-def head(layout: Layout, index: bytes, chunks: Sequence[Chunk]) -> bytes:
-    """The first `head_bytes` of a block."""
-    out = np.zeros(layout.head_bytes, np.uint8)
-    flags = _CHECKSUMS if layout.checksums else 0
-    fixed = (_MAGIC, _VERSION, flags, layout.index_bytes, layout.head_bytes, layout.nbytes, layout.head_buffers)
-    _HEADER.pack_into(out, 0, *fixed)
-    out[_HEADER.size : _HEADER.size + len(index)] = np.frombuffer(index, np.uint8)
-    for chunk, offset in zip(chunks[: layout.head_buffers], layout.offsets, strict=False):
-        _put(chunk, out, offset)
-    return out.tobytes()
+def copies(layout: Layout, chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+    """`(offset, address, nbytes)` of the buffers that are copied as they are."""
+    placed = zip(layout.offsets, chunks, strict=True)
+    return [(offset, chunk.address, chunk.nbytes) for offset, chunk in placed if chunk.write is None and chunk.nbytes]
 
 
 def write(layout: Layout, index: bytes, chunks: Sequence[Chunk], memory: np.ndarray) -> None:
-    """Writes what is not plainly copied: the head, the buffers that are made in place, and the gaps between buffers.
+    """Writes what is not plainly copied: the header, the index, the buffers that are made in place, and the gaps between buffers.
 
     Args:
         memory: The block's bytes: uint8 (layout.nbytes,), writable. Buffers that lie somewhere as they are have been copied already.
     """
-    first = head(layout, index, chunks)
-    memory[: len(first)] = np.frombuffer(first, np.uint8)
-    end = len(first)
-    for chunk, offset in list(zip(chunks, layout.offsets, strict=True))[layout.head_buffers :]:
+    flags = _CHECKSUMS if layout.checksums else 0
+    fixed = (_MAGIC, _VERSION, flags, layout.index_bytes, layout.head_bytes, layout.nbytes, layout.head_buffers)
+    _HEADER.pack_into(memory, 0, *fixed)
+    end = _HEADER.size + layout.index_bytes
+    memory[_HEADER.size : end] = np.frombuffer(index, np.uint8)
+    for offset, chunk in zip(layout.offsets, chunks, strict=True):
         memory[end:offset] = 0
         if chunk.write is not None and chunk.nbytes:
             chunk.write(memory.ctypes.data + offset)
         end = offset + chunk.nbytes
     if layout.checksums:
         memory[layout.data_bytes :] = checksums(layout, memory).view(np.uint8)
-
-
-def copies(layout: Layout, chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
-    """`(offset, address, nbytes)` of the buffers that are copied as they are."""
-    rest = list(zip(chunks, layout.offsets, strict=True))[layout.head_buffers :]
-    return [(offset, chunk.address, chunk.nbytes) for chunk, offset in rest if chunk.write is None and chunk.nbytes]
-
-
-def _put(chunk: Chunk, memory: np.ndarray, offset: int) -> None:
-    address = memory.ctypes.data + offset
-    if chunk.write is not None and chunk.nbytes:
-        chunk.write(address)
-    elif chunk.nbytes:
-        kernels.gather(chunk.address, np.zeros(1, np.int64), np.array([chunk.nbytes]), address)
 
 
 def checksums(layout: Layout, memory: np.ndarray) -> np.ndarray:
