@@ -47,17 +47,26 @@ class Subject:
         self.drop(handles)
 
     def roundtrip(self) -> dict[str, float]:
+        handles, put, get = self._putget()
+        # A get of its own is timed apart from the put before it, which has just filled the caches with other bytes.
+        again = [self._timed_get(handles[0]) for _ in range(GETS)]
+        self.drop(handles)
+        return {"put": put, "get": statistics.median(again), "putget": put + get}
+
+    def _putget(self) -> tuple[list[Any], float, float]:
+        """One put and one get of it: the handle, and the times of both."""
         value = self.value
         start = time.perf_counter()
         handles = [self.put(value)]
         stored = time.perf_counter()
         got = self.get(handles[0])
+        self.look(got)
         end = time.perf_counter()
         del got
-        # A get of its own is timed apart from the put before it, which has just filled the caches with other bytes.
-        again = [self._timed_get(handles[0]) for _ in range(GETS)]
-        self.drop(handles)
-        return {"put": stored - start, "get": statistics.median(again), "putget": end - start}
+        return handles, stored - start, end - stored
+
+    def look(self, got: Any) -> None:
+        """What belongs to a get besides."""
 
     def _timed_get(self, handle: Any) -> float:
         start = time.perf_counter()
@@ -108,17 +117,13 @@ class Subject:
 class Roundtrips(Subject):
     """Puts and gets batches, whose size leaves nothing of one in the caches for the next: a round is one put and one get."""
 
-    def roundtrip(self) -> dict[str, float]:
-        value = self.value
-        start = time.perf_counter()
-        handles = [self.put(value)]
-        stored = time.perf_counter()
-        got = self.get(handles[0])
+    def look(self, got: Any) -> None:
         payloads.touch(got)
-        end = time.perf_counter()
-        del got
+
+    def roundtrip(self) -> dict[str, float]:
+        handles, put, get = self._putget()
         self.drop(handles)
-        return {"put": stored - start, "get": end - stored, "putget": end - start}
+        return {"put": put, "get": get, "putget": put + get}
 
     def stored(self) -> int:
         """Bytes that the store needs for the batch."""

@@ -79,6 +79,13 @@ def items(values, item):
     return np.ascontiguousarray(values.astype(f"u{item}")).view(np.uint8).reshape(*values.shape, item)
 
 
+def flip(region, rng):
+    """Flips a bit of an item. Returns its row and column."""
+    r, c, b = (int(rng.integers(0, n)) for n in region.bytes.shape)
+    region.bytes[r, c, b] ^= 1 << int(rng.integers(0, 8))
+    return r, c
+
+
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.sampled_from(ITEMS), seeds)
 def test_find_spans(shape, item, seed):
@@ -147,8 +154,7 @@ def test_what_is_outside_and_inside(shape, item, seed):
     constants = kernels.inside_constant(region.cells, starts, lengths)
     assert np.array_equal(constants, np.where(lengths[:, None] > 0, values, 0))
     if region.bytes.size:
-        r, c, b = (int(rng.integers(0, n)) for n in region.bytes.shape)
-        region.bytes[r, c, b] ^= 1 << int(rng.integers(0, 8))
+        r, c = flip(region, rng)
         assert kernels.outside_is(region.cells, starts, lengths, pad) is bool(mask[r, c])
         constant = bool(not mask[r, c] or lengths[r] == 1)
         assert (kernels.inside_constant(region.cells, starts, lengths) is not None) is constant
@@ -190,8 +196,7 @@ def test_positions(shape, item, seed):
     assert kernels.is_positions(region.cells, starts, lengths) is True
     assert kernels.is_arange(region.cells, starts, lengths) is True
     if region.bytes.size:
-        r, c, b = (int(rng.integers(0, n)) for n in region.bytes.shape)
-        region.bytes[r, c, b] ^= 1 << int(rng.integers(0, 8))
+        r, c = flip(region, rng)
         assert kernels.is_positions(region.cells, starts, lengths) is False
         assert kernels.is_arange(region.cells, starts, lengths) is not bool(mask[r, c])
 

@@ -14,8 +14,9 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from region_pickler import RegionPickler
 
-from mooncake_ray.store.packing import Here, Packer, Segments, scan
+from mooncake_ray.store.packing import Packer, Segments, scan
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 SMALL = 1 << 10  # from here on things are taken out of a pickle
@@ -43,20 +44,11 @@ def region_here():
     return _region.value
 
 
-class Pickler(pickle.Pickler):
-    def __init__(self, file, packer):
-        super().__init__(file, protocol=5)
-        self.packer = packer
-
-    def reducer_override(self, obj):
-        return (region_here, ()) if type(obj) is Here else self.packer.reduce(obj)
-
-
 def pack(value, smallest=SMALL):
     """The pickle, the segments as bytes, and the packer."""
     packer = Packer(smallest)
     file = io.BytesIO()
-    Pickler(file, packer).dump(value)
+    RegionPickler(file, packer, region_here).dump(value)
     segments = packer.segments
     memory = bytearray(b"\xa5" * segments.nbytes)
     end = 0
@@ -463,7 +455,9 @@ def test_segments_beyond_32_bits():
 
 def test_sources_are_kept_until_the_copy():
     packer = Packer()
-    Pickler(io.BytesIO(), packer).dump([np.arange(4000)[::2], torch.arange(4000)[::2]])  # the copies made for it have no other owner
+    RegionPickler(io.BytesIO(), packer, region_here).dump(
+        [np.arange(4000)[::2], torch.arange(4000)[::2]]
+    )  # the copies made for it have no other owner
     for offset, address, nbytes in packer.segments.parts:
         assert np.array_equal(np.frombuffer(ctypes.string_at(address, nbytes), np.int64), np.arange(0, 4000, 2)), offset
 

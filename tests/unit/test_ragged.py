@@ -9,6 +9,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from any_tensor import random_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -52,14 +53,6 @@ def model(column):
         else:
             rows.append(bits(column.values[a:b].movedim(0, column.ragged_dim)))
     return rows
-
-
-def random_tensor(draw, shape, dtype):
-    tensor = torch.zeros(shape, dtype=dtype)
-    if tensor.numel():
-        raw = draw(hnp.arrays(np.uint8, tensor.nbytes))
-        tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(raw & 1 if dtype == torch.bool else raw))
-    return tensor
 
 
 @st.composite

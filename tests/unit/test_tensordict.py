@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from region_pickler import RegionPickler
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from mooncake_ray.counters import snapshot
@@ -20,7 +21,7 @@ from mooncake_ray.data import DataProto
 from mooncake_ray.errors import SchemaError
 from mooncake_ray.objects import batches
 from mooncake_ray.store.frameworks import as_stored
-from mooncake_ray.store.packing import Here, Packer
+from mooncake_ray.store.packing import Packer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 _here = threading.local()
@@ -37,19 +38,10 @@ def region():
     return Region()
 
 
-class Pickler(pickle.Pickler):
-    def __init__(self, file, packer):
-        super().__init__(file, protocol=5)
-        self.packer = packer
-
-    def reducer_override(self, obj):
-        return (region, ()) if type(obj) is Here else self.packer.reduce(obj)
-
-
 def dumped(value) -> bytes:
     """The pickle. What it refers to is this thread's `_here.memory`."""
     packer, file = Packer(smallest=1), io.BytesIO()
-    Pickler(file, packer).dump(value)
+    RegionPickler(file, packer, region).dump(value)
     _here.memory = memoryview(bytearray(packer.segments.nbytes))
     for offset, address, nbytes in packer.segments.parts:
         _here.memory[offset : offset + nbytes] = ctypes.string_at(address, nbytes)

@@ -13,6 +13,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from any_tensor import random_tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -39,14 +40,6 @@ def verl():
     from verl import protocol
 
     return protocol
-
-
-def random_tensor(draw, shape, dtype):
-    tensor = torch.zeros(shape, dtype=dtype)
-    if tensor.numel():
-        raw = draw(hnp.arrays(np.uint8, tensor.nbytes))
-        tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(raw & 1 if dtype == torch.bool else raw))
-    return tensor
 
 
 @st.composite
