@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "ranges.h"
 #include "unix.h"
 #include "wire.h"
 
@@ -99,11 +99,7 @@ class Client : public std::enable_shared_from_this<Client> {
   bool next_event(int timeout_ms, ClaimKey* key);  // false: nothing came
 
   // Which object of the pool holds these bytes, if they lie in one live view and still are what the pool has.
-  struct Located {
-    ObjectId id;
-    uint64_t offset;
-  };
-  std::optional<Located> locate(const void* data, size_t bytes);
+  std::optional<Located> locate(const void* data, size_t bytes) { return ranges_.find(data, bytes); }
 
   size_t live() const { return live_.load(); }  // views and leases
   static size_t live_everywhere();              // of all clients of this process
@@ -117,12 +113,6 @@ class Client : public std::enable_shared_from_this<Client> {
     bool hugetlb = false;
     std::atomic<uint64_t> warmed{0};
     std::atomic<bool> warming{false};
-  };
-  struct Range {
-    size_t bytes;
-    ObjectId id;
-    bool writable;
-    size_t uses;
   };
 
   Client() = default;
@@ -140,7 +130,6 @@ class Client : public std::enable_shared_from_this<Client> {
   bool wait_for_posts(std::unique_lock<std::mutex>& lock, bool interruptible) noexcept;
   [[noreturn]] void gone(const char* what);
   void check_process() const;
-  void note(const std::byte* base, size_t bytes, ObjectId id, bool writable);
   void unpin(ObjectId id, const std::byte* base) noexcept;
   void let_go() noexcept;
   void warm(std::shared_ptr<ArenaMap> arena, uint64_t bytes);
@@ -167,8 +156,7 @@ class Client : public std::enable_shared_from_this<Client> {
   std::atomic<uint64_t> posted_{0}, settled_{0};  // one-way messages; those that the broker has dealt with for sure
 
   Fd events_, wake_;  // wake_: close() tells next_event
-  std::mutex ranges_mutex_;
-  std::map<const std::byte*, Range> ranges_;
+  Ranges ranges_;
 };
 
 }  // namespace mcr
