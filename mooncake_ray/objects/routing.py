@@ -196,7 +196,7 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
     if place.kind != "return":
         here.lifetimes.make_token_ahead()
     count("routed")
-    count("bytes_copied", segments.nbytes)
+    count("bytes_copied", segments.held)
     count("bytes_passed_on", packer.bytes_passed_on)
 
 

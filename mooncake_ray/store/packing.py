@@ -33,6 +33,8 @@ class Segments:
     """Memory that is going to be one pool object. Offsets are given out as segments are added; the copy comes last."""
 
     nbytes: int = 0
+    held: int = 0
+    """Bytes without the gaps between segments."""
     parts: list[tuple[int, int, int]] = field(default_factory=list)
     """`(offset, address, nbytes)`, as `Lease.copy` takes them."""
     owners: list[Any] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Segments:
         self.parts.append((offset, address, nbytes))
         self.owners.append(owner)
         self.nbytes = offset + nbytes
+        self.held += nbytes
         return offset
 
     def add_made(self, nbytes: int, copies: Iterable[tuple[int, int, int]], write: Callable[[np.ndarray], None]) -> int:
@@ -54,6 +57,7 @@ class Segments:
         self.parts += [(offset + at, address, n) for at, address, n in copies]
         self.written.append((offset, nbytes, write))
         self.nbytes = offset + nbytes
+        self.held += nbytes
         return offset
 
     def fill(self, lease: Any, start: int = 0) -> None:
