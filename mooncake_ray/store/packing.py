@@ -18,7 +18,7 @@ import numpy as np
 
 from mooncake_ray.store import frameworks
 
-__all__ = ["Call", "Packer", "Region", "Segments", "scan", "unpack_array", "unpack_tensor"]
+__all__ = ["Call", "Packer", "Region", "Segments", "aligned", "scan", "unpack_array", "unpack_tensor"]
 
 _ALIGN = 64  # bytes: a cache line, and enough for every dtype
 _PAGE = 4096  # bytes: large segments start on a page
@@ -26,6 +26,12 @@ _PAGE_FROM = 1 << 20
 _SMALL = 1 << 10  # bytes: below, a segment costs more than pickling the value
 _SEAL_S = 60.0  # a descriptor may be here before the seal of what it names; only the death of its maker can come between
 _SCAN_NODES = 512  # containers and leaves that `scan` looks at
+
+
+def aligned(at: int, nbytes: int) -> int:
+    """Where so many bytes may begin, from `at` on."""
+    align = _PAGE if nbytes >= _PAGE_FROM else _ALIGN
+    return -(-at // align) * align
 
 
 @dataclass
@@ -43,8 +49,7 @@ class Segments:
 
     def add(self, address: int, nbytes: int, owner: Any) -> int:
         """Notes `nbytes` bytes at `address`, which `owner` keeps alive. Returns their offset in the object."""
-        align = _PAGE if nbytes >= _PAGE_FROM else _ALIGN
-        offset = -(-self.nbytes // align) * align
+        offset = aligned(self.nbytes, nbytes)
         self.parts.append((offset, address, nbytes))
         self.owners.append(owner)
         self.nbytes = offset + nbytes

@@ -23,6 +23,7 @@ import numpy as np
 
 from mooncake_ray.data.block.chunk import Chunk
 from mooncake_ray.errors import CorruptBlockError
+from mooncake_ray.store.packing import aligned
 
 __all__ = ["Head", "Layout", "copies", "damaged", "index_of", "layout_of", "read_header", "write"]
 
@@ -30,7 +31,6 @@ _HEADER = struct.Struct("<8sIIQQQQ")
 _MAGIC = b"MCRBATCH"
 _VERSION = 1
 _CHECKSUMS = 1
-_ALIGN, _PAGE, _PAGE_FROM = 64, 4096, 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,7 @@ def layout_of(index_bytes: int, sizes: Sequence[int], head_buffers: int, checksu
     """Lays buffers out one after the other."""
     at, offsets = _HEADER.size + index_bytes, []
     for nbytes in sizes:
-        align = _PAGE if nbytes >= _PAGE_FROM else _ALIGN
-        at = -(-at // align) * align
+        at = aligned(at, nbytes)
         offsets.append(at)
         at += nbytes
     return Layout(index_bytes, tuple(offsets), tuple(sizes), head_buffers, checksums)
