@@ -14,6 +14,7 @@ import numpy as np
 
 from bench import serving
 from bench.actors import BatchConsumer, BatchProducer
+from bench.subjects import until_empty
 
 __all__ = ["SUBJECTS"]
 
@@ -21,7 +22,6 @@ SUBJECTS = {"plain": ("verl",), "pool": ("pool",)}
 """Which subject each kind of process holds."""
 
 _SETTLE_S = 0.1  # Ray's store has its memory back by then, and nothing tells when
-_GIVEN_BACK_S = 60.0
 _BESIDE_BYTES = 512 << 20
 _STATUS, _RESET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -98,10 +98,7 @@ class _Server:
             return
         from mooncake_ray import pool_stats
 
-        deadline = time.monotonic() + _GIVEN_BACK_S
-        while pool_stats()["used_bytes"]:
-            assert time.monotonic() < deadline, f"the pool has not had its memory back within {_GIVEN_BACK_S} s: {pool_stats()}"
-            time.sleep(0.001)
+        until_empty(pool_stats)
 
     def close(self) -> None:
         import ray

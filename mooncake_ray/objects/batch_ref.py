@@ -152,7 +152,7 @@ class BatchRef:
         if balance != "rows":
             raise ValueError(f"balance must be 'rows' or 'tokens', got {balance!r}")
         size = len(self) // chunks
-        return [self._take(Runs.span(at, at + size)) for at in range(0, len(self), size or 1)] if size else [self] * chunks
+        return [self._take(Runs.span(number * size, (number + 1) * size)) for number in range(chunks)]
 
     def split(self, split_size: int) -> list[BatchRef]:
         """Cuts the rows into batches of `split_size`; the last one may be smaller."""
@@ -239,10 +239,10 @@ class BatchRef:
         group = next(group for group in self._groups if field in group.fields)
         index, stored = group.segments[0][0].index, group.fields[field][1]
         found = index.fields.get(stored) if index is not None else None
-        return str(found.node.get("dtype", "object")) if found is not None else "object"
+        return found.dtype if found is not None else "object"
 
     def get(self, fields: Iterable[str] | None = None, rows: Rows | None = None, **options: Any) -> Any:
-        """See `mooncake_ray.get_batch`."""
+        """See `mooncake_ray.get`."""
         from mooncake_ray.objects.batches import get_batch
 
         return get_batch(self, fields, rows, **options)
