@@ -30,8 +30,8 @@ def script(body: str, **kwargs) -> str:
 
 @pytest.fixture
 def leaks_allowed(leaks_allowed):
-    """Ray's own servers may outlive a driver that is killed, for a while."""
-    return replace(leaks_allowed, processes=(*leaks_allowed.processes, "*/site-packages/ray/*"))
+    """Ray's own servers and agents may outlive a driver that is killed, for a while."""
+    return replace(leaks_allowed, processes=(*leaks_allowed.processes, "*/site-packages/ray/*", "ray::*Agent"))
 
 
 def test_uninstall_restores_ray_exactly():
