@@ -8,18 +8,33 @@ of whoever pins them.
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from mooncake_ray.errors import TransportError
+from mooncake_ray.errors import PeerLostError, TransportError
 
 if TYPE_CHECKING:
     from mooncake_ray.config import Config
 
-__all__ = ["LENGTH", "LOCAL", "OFFSET", "REGION", "Connection", "Memory", "Peer", "Transport", "checked_ranges", "pieces", "timed_out"]
+__all__ = [
+    "LENGTH",
+    "LOCAL",
+    "OFFSET",
+    "REGION",
+    "Connection",
+    "Memory",
+    "Peer",
+    "Regions",
+    "Transport",
+    "check_table",
+    "checked_ranges",
+    "pieces",
+    "timed_out",
+]
 
 REGION, OFFSET, LOCAL, LENGTH = range(4)
 """Columns of a table of ranges."""
@@ -62,6 +77,8 @@ class Peer:
     """Asks that process's transport (`Transport.accept`). Raises TransportError."""
     link: Callable[[], Any] = _no_link
     """Opens one more authenticated stream to that process (`_native.peer.Link`), which the caller closes. Raises TransportError."""
+    redescribe: Callable[[], Mapping[str, Any]] | None = None
+    """Asks anew for `description`: how a connection learns of memory that was registered after it was made. Raises TransportError."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -99,6 +116,10 @@ class Transport(Protocol):
 
     name: ClassVar[str]
 
+    def __init__(self, config: Config, host: str) -> None:
+        """`host`: this node's address, for a transport that listens. Raises TransportUnavailableError."""
+        ...
+
     @classmethod
     def unavailable(cls, config: Config) -> str:
         """Why this process cannot use it; "" if it can. Cheap, and without a lasting effect."""
@@ -134,6 +155,14 @@ def timed_out(op: str, timeout_s: float, peer: str = "") -> TransportError:
     return TransportError(f"{op}{f' of {peer}' if peer else ''}: not done within {timeout_s:g} s", op, errno.ETIMEDOUT, peer)
 
 
+def check_table(ranges: np.ndarray) -> None:
+    """Raises TypeError or ValueError for what is not a table of ranges."""
+    if not isinstance(ranges, np.ndarray) or ranges.dtype != np.uint64:
+        raise TypeError(f"ranges must be a uint64 array, got {getattr(ranges, 'dtype', type(ranges).__name__)}")
+    if ranges.ndim != 2 or ranges.shape[1] != 4 or not ranges.flags.c_contiguous:
+        raise ValueError(f"ranges must be a C-contiguous array (n, 4), got shape {ranges.shape}")
+
+
 def checked_ranges(ranges: np.ndarray, sizes: Mapping[int, int]) -> np.ndarray:
     """The ranges that have bytes, once each lies inside its region.
 
@@ -145,10 +174,7 @@ def checked_ranges(ranges: np.ndarray, sizes: Mapping[int, int]) -> np.ndarray:
         TypeError, ValueError: not a table of ranges.
         TransportError: EINVAL; names the first range that is wrong.
     """
-    if not isinstance(ranges, np.ndarray) or ranges.dtype != np.uint64:
-        raise TypeError(f"ranges must be a uint64 array, got {getattr(ranges, 'dtype', type(ranges).__name__)}")
-    if ranges.ndim != 2 or ranges.shape[1] != 4 or not ranges.flags.c_contiguous:
-        raise ValueError(f"ranges must be a C-contiguous array (n, 4), got shape {ranges.shape}")
+    check_table(ranges)
     known, where = np.unique(ranges[:, REGION], return_inverse=True)
     size = np.array([sizes.get(int(region), 0) for region in known], np.uint64)[where]
     wrong = (ranges[:, LENGTH] > size) | (ranges[:, OFFSET] > size - np.minimum(ranges[:, LENGTH], size))
@@ -164,6 +190,31 @@ def checked_ranges(ranges: np.ndarray, sizes: Mapping[int, int]) -> np.ndarray:
 
 def _numbers(sizes: Mapping[int, int]) -> str:
     return ", ".join(map(str, sorted(sizes))) or "none"
+
+
+class Regions:
+    """What a connection knows of its peer's regions: asks anew for what it does not know. Thread-safe."""
+
+    def __init__(self, peer: Peer, parse: Callable[[Mapping[str, Any]], dict[int, Any]]) -> None:
+        self._peer, self._parse = peer, parse
+        self._lock = threading.Lock()
+        self._known = self._parsed(peer.description)
+
+    def of(self, ranges: np.ndarray) -> dict[int, Any]:
+        """All known regions, those of the ranges among them if the peer has them."""
+        known = self._known
+        if self._peer.redescribe is None or known.keys() >= set(np.unique(ranges[:, REGION]).tolist()):
+            return known
+        with self._lock:
+            self._known = self._parsed(self._peer.redescribe())
+            return self._known
+
+    def _parsed(self, description: Mapping[str, Any]) -> dict[int, Any]:
+        try:
+            return self._parse(description)
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            text = f"{self._peer} describes itself in a way that is not understood: {e!r}"
+            raise PeerLostError(text, "describe", errno.EPROTO, str(self._peer)) from e
 
 
 def pieces(ranges: np.ndarray, most: int) -> np.ndarray:
