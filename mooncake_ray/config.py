@@ -68,6 +68,13 @@ class Config:
     """How much of the pool's memory one Ray job may have; it spills, and then waits, alone. 0: no quota."""
     put_timeout_s: float = 10.0
     """How long a put waits for room. Then Ray's own store takes the object (a `Store` raises StoreFullError)."""
+    pull_timeout_s: float = 60.0
+    """How long a get waits for what lies in another node's pool."""
+    transport: str = "auto"
+    """What moves bytes between nodes. `auto`: `verbs` (RDMA) where both ends have a device that is up, else `tcp`. A name (`verbs`, `tcp`,
+    `mooncake`, `shm`) must be usable at both ends, or a get raises TransportUnavailableError."""
+    host: str = ""
+    """The address of this node that its pool listens on for other nodes. Default: the node's address in Ray."""
     start_timeout_s: float = 30.0
     """How long to wait for a broker to start."""
     linger_s: float = 5.0
