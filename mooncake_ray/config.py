@@ -15,7 +15,7 @@ from mooncake_ray.machine import machine_bytes
 
 __all__ = ["Config"]
 
-_CHOICES = {"huge_pages": ("auto", "hugetlb", "never"), "numa": ("auto", "off")}
+_CHOICES = {"huge_pages": ("auto", "hugetlb", "never"), "numa": ("auto", "off"), "mooncake_protocol": ("tcp", "rdma")}
 _NOT_SETTINGS = {"MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK"}  # what processes of this package tell each other
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -79,6 +79,8 @@ class Config:
     """How long to wait for a broker to start."""
     linger_s: float = 5.0
     """How long a broker stays after the last process has left it."""
+    mooncake_protocol: str = "tcp"
+    """What Mooncake's transfer engine moves bytes with, where it is the transport: `tcp` or `rdma`."""
     metrics_interval_s: float = 5.0
     """How often metrics go to Ray's Prometheus endpoint. 0: never. Ray forgets a gauge after 20 s."""
     enabled: bool = True

@@ -19,11 +19,14 @@ CAPACITY = 80 * MIB
 SECRET = b"conformance-secret-of-32-bytes!!"
 
 
+_PERIOD = 1_048_573  # a prime, so that whatever is misplaced by a round number of bytes shows
+_TILE = np.random.default_rng(1).integers(0, 256, _PERIOD, np.uint8)
+
+
 def pattern(region: int, nbytes: int, start: int = 0) -> np.ndarray:
-    """What is at these offsets of a region. Does not repeat within 16 MiB, and differs from region to region."""
-    at = np.arange(start, start + nbytes, dtype=np.uint32) + np.uint32(region * 0x1000193 & 0xFFFFFFFF)
-    at *= np.uint32(2654435761)
-    return (at >> np.uint32(24)).astype(np.uint8) ^ (at >> np.uint32(13)).astype(np.uint8)
+    """What is at these offsets of a region."""
+    first = (start + region * 7919) % _PERIOD
+    return np.tile(_TILE, -(-(first + nbytes) // _PERIOD))[first : first + nbytes]
 
 
 class Served:
@@ -59,14 +62,13 @@ class Served:
         while len(arenas := self.client.arenas()) < want:
             self.leases.append(self.client.create(self.client.new_id(), 8 * MIB, 10))
         for index, rw, _, nbytes, fd in arenas:
-            if index not in self.sizes:
-                ctypes.memmove(rw, pattern(index, nbytes).ctypes.data, nbytes)
+            if index not in self.sizes and len(self.sizes) < want:
+                full = pattern(index, nbytes)
+                ctypes.memmove(rw, full.ctypes.data, nbytes)
                 self.transport.register(Memory(index, rw, nbytes, fd))
                 self.sizes[index] = nbytes
 
     def facts(self) -> dict[str, Any]:
-        import json
-
         stats = json.loads(self.client.stats())
         return {
             "host": self.host,
