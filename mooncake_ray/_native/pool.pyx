@@ -526,3 +526,18 @@ cdef class Pin:
 
     def __getbuffer__(self, Py_buffer* b, int flags):
         PyBuffer_FillInfo(b, self, <void*>self.view.data(), self.view.size(), not self.view.writable(), flags)
+
+
+def copy(const uint64_t[:, ::1] moves not None, unsigned threads=0):
+    """Copies memory to memory: a row is `(to, from, nbytes)`, addresses of this process, which the caller vouches for.
+
+    Several threads (0: as many as there are cores) where there is enough for them. Not atomic; nothing may overlap. Releases the GIL."""
+    cdef vector[Segment] v
+    cdef Py_ssize_t i
+    if moves.shape[1] != 3:
+        raise ValueError(f"moves must have 3 columns, got {moves.shape[1]}")
+    with nogil:
+        v.reserve(moves.shape[0])
+        for i in range(moves.shape[0]):
+            v.push_back(mcr_segment(<void*><uintptr_t>moves[i, 0], <void*><uintptr_t>moves[i, 1], moves[i, 2]))
+        mcr_copy(v, threads)
