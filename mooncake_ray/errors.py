@@ -10,6 +10,11 @@
     │  ├─ BrokerDiedError (ConnectionError)   this node's broker is gone or cannot be started
     │  ├─ BrokerMismatchError (ConnectionError)  what serves the pool is of another version, or another user's
     │  └─ CorruptBlockError (ValueError)      the bytes of a stored batch are not what was written
+    ├─ TransportError (OSError)               bytes could not be moved between nodes; `op`, `errno`, `peer` say which step, why, whose
+    │  ├─ RegistrationError                   the device refuses to register memory
+    │  ├─ PeerLostError (ConnectionError)     another node's engine is gone, unreachable, or talks nonsense
+    │  ├─ PeerRefusedError (PermissionError)  one of the two ends does not know the other's secret
+    │  └─ TransportUnavailableError           the transport that is asked for cannot be used between these nodes
     ├─ SchemaError (TypeError)                fields of a batch disagree
     └─ ConfigError (ValueError)               a setting is out of range, or two settings exclude each other
 
@@ -28,9 +33,14 @@ __all__ = [
     "MooncakeRayError",
     "ObjectLostError",
     "ObjectNotFoundError",
+    "PeerLostError",
+    "PeerRefusedError",
+    "RegistrationError",
     "SchemaError",
     "StoreError",
     "StoreFullError",
+    "TransportError",
+    "TransportUnavailableError",
 ]
 
 
@@ -75,6 +85,42 @@ class BrokerMismatchError(StoreError, ConnectionError):
 
 class CorruptBlockError(StoreError, ValueError):
     """The bytes of a stored batch are truncated, damaged, or of another version. Says which field where it can be told."""
+
+
+class TransportError(MooncakeRayError, OSError):
+    """Bytes could not be moved between nodes.
+
+    Attributes:
+        op: What failed, as the native call or the request names it ("connect", "pin", "ibv_reg_mr"); "" where it is not one step.
+        errno: Why, if the kernel or the device said so (ETIMEDOUT: the deadline is over); else 0.
+        peer: Whose engine it was, "host:port"; "" where it is this node's own doing.
+    """
+
+    def __init__(self, message: str = "", op: str = "", errno: int = 0, peer: str = "") -> None:
+        super().__init__(message)
+        self.op, self.errno, self.peer = op, errno, peer
+
+    # OSError shows errno and strerror; these messages are sentences.
+    __str__ = Exception.__str__
+
+    def __reduce__(self):
+        return type(self), (*self.args, self.op, self.errno, self.peer), self.__dict__
+
+
+class RegistrationError(TransportError):
+    """The device refuses to register memory."""
+
+
+class PeerLostError(TransportError, ConnectionError):
+    """Another node's engine is gone, cannot be reached, or answers what the protocol does not allow."""
+
+
+class PeerRefusedError(TransportError, PermissionError):
+    """Authentication failed: one of the two ends does not know the other's secret, or the versions differ."""
+
+
+class TransportUnavailableError(TransportError):
+    """The transport that is asked for cannot be used here, or not between these two nodes. Says why, for either end."""
 
 
 class SchemaError(MooncakeRayError, TypeError):
