@@ -61,9 +61,9 @@ cdef extern from * nogil:
     }
     static inline void mcr_copy(const std::vector<mcr::Segment>& s, unsigned threads) { mcr::copy_segments(s, threads); }
     static inline mcr::Status mcr_create(mcr::Client& c, mcr::ObjectId id, size_t n, int64_t timeout, void** where, std::string* why,
-                                         const std::string& note) {
+                                         const std::string& note, mcr::Client::Place* at) {
       std::byte* p = nullptr;
-      auto a = c.create(id, n, timeout, &p, note);
+      auto a = c.create(id, n, timeout, &p, note, at);
       *where = p;
       *why = std::move(a.text);
       return a.status;
@@ -81,12 +81,22 @@ cdef extern from * nogil:
     """
     Segment mcr_segment(void* to, const void* from_, size_t n)
     void mcr_copy(const vector[Segment]& s, unsigned threads) except +mcr_raise
-    Status mcr_create(CClient& c, ObjectId id, size_t n, int64_t timeout, void** where, string* why, const string& note) except +mcr_raise
+    Status mcr_create(CClient& c, ObjectId id, size_t n, int64_t timeout, void** where, string* why, const string& note, Place* at) except +mcr_raise
     Status mcr_grow(CClient& c, uint64_t n, string* why) except +mcr_raise
     cbool mcr_locate(CClient& c, const void* p, size_t n, ObjectId* id, uint64_t* offset) except +mcr_raise
 
 cdef extern from "pool/client.h" namespace "mcr" nogil:
+    cdef cppclass Place "mcr::Client::Place":
+        uint32_t arena
+        uint64_t offset
+    cdef cppclass ArenaInfo "mcr::Client::ArenaInfo":
+        uint32_t index
+        void* rw
+        const void* ro
+        size_t bytes
+        int ro_fd
     cdef cppclass CView "mcr::View":
+        cbool in_arena(uint32_t* arena, uint64_t* offset)
         const void* data()
         size_t size()
         cbool writable()
@@ -112,6 +122,8 @@ cdef extern from "pool/client.h" namespace "mcr" nogil:
         void adopt(const ClaimKey& key) noexcept
         void disown(const ClaimKey& key, cbool mine) noexcept
         void remove(const vector[ObjectId]& ids) noexcept
+        void watch(const vector[ObjectId]& ids) noexcept
+        vector[ArenaInfo] map_arenas() except +mcr_raise
         void listen() except +mcr_raise
         cbool next_event(int timeout_ms, ClaimKey* key) except +mcr_raise
         size_t live()
@@ -141,7 +153,7 @@ def live_handles():
     return CClient.live_everywhere()
 
 
-KIND_TOKEN, KIND_RETURN, KIND_SELF = 1, 2, 3
+KIND_TOKEN, KIND_RETURN, KIND_SELF, KIND_REPLICA, KIND_GONE = 1, 2, 3, 4, 5
 _KEY_BYTES = 28
 
 
@@ -249,9 +261,10 @@ cdef class Client:
         cdef int64_t ns = _ns(timeout_s)
         cdef void* where
         cdef string why, n = note.encode("ascii", "replace")
+        cdef Place at
         cdef Status s
         with nogil:
-            s = mcr_create(self.c.get()[0], oid, nbytes, ns, &where, &why, n)
+            s = mcr_create(self.c.get()[0], oid, nbytes, ns, &where, &why, n, &at)
         if s == Status.kFull or s == Status.kTooLarge:
             waited = "larger than the pool" if s == Status.kTooLarge else f"no room within {timeout_s} s"
             raise _errors.StoreFullError(f"{waited}: {(<bytes>why).decode()}")
@@ -262,6 +275,8 @@ cdef class Client:
         lease.oid = oid
         lease.where = <uint8_t*>where
         lease.nbytes = nbytes
+        lease.arena = at.arena
+        lease.offset = at.offset
         lease.open = True
         return lease
 
@@ -339,13 +354,31 @@ cdef class Client:
         with nogil:
             self.c.get().remove(v)
 
+    def watch(self, ids):
+        """From now on `next_event` tells, as `(KIND_GONE, id)`, when one of these objects ceases to exist; at once, if it does not exist now."""
+        cdef vector[ObjectId] v = _ids(ids)
+        with nogil:
+            self.c.get().watch(v)
+
+    def arenas(self):
+        """Maps the pool's arenas, as many as there are now, whole.
+
+        Returns `[(number, address read-write, address read-only, nbytes, descriptor read-only)]`, valid until the client is closed. A number is
+        never used again, and what is mapped stays where it is."""
+        cdef vector[ArenaInfo] all
+        with nogil:
+            all = self.c.get().map_arenas()
+        return [(a.index, <uintptr_t>a.rw, <uintptr_t>a.ro, a.bytes, a.ro_fd) for a in all]
+
     def listen(self):
         """Opens the event channel: from now on this session can be asked about claims. One thread must then call next_event."""
         with nogil:
             self.c.get().listen()
 
     def next_event(self, timeout_s=None):
-        """The next question `(kind, key)`, or None after `timeout_s` seconds. Raises BrokerDiedError when the session is over."""
+        """The next question `(kind, key)`, or None after `timeout_s` seconds. Raises BrokerDiedError when the session is over.
+
+        Of kind KIND_GONE it is no question, but tells that the object whose id the key begins with ceased to exist."""
         cdef ClaimKey k
         cdef int ms = -1 if timeout_s is None else <int>(timeout_s * 1000)
         cdef cbool some
@@ -398,6 +431,8 @@ cdef class Lease:
     cdef ObjectId oid
     cdef uint8_t* where
     cdef readonly size_t nbytes
+    cdef readonly uint32_t arena  # number of the arena that it lies in, and
+    cdef readonly uint64_t offset  # where, in bytes
     cdef bint open
     cdef size_t exports  # buffers that could still write
 
@@ -480,7 +515,29 @@ cdef class Pin:
     @property
     def writable(self): return self.view.writable()
 
+    @property
+    def place(self):
+        """`(number of the arena, offset in it)`; None where the bytes are copies, or not in an arena."""
+        cdef uint32_t arena
+        cdef uint64_t offset
+        return (arena, offset) if self.view.in_arena(&arena, &offset) else None
+
     def __len__(self): return self.view.size()
 
     def __getbuffer__(self, Py_buffer* b, int flags):
         PyBuffer_FillInfo(b, self, <void*>self.view.data(), self.view.size(), not self.view.writable(), flags)
+
+
+def copy(const uint64_t[:, ::1] moves not None, unsigned threads=0):
+    """Copies memory to memory: a row is `(to, from, nbytes)`, addresses of this process, which the caller vouches for.
+
+    Several threads (0: as many as there are cores) where there is enough for them. Not atomic; nothing may overlap. Releases the GIL."""
+    cdef vector[Segment] v
+    cdef Py_ssize_t i
+    if moves.shape[1] != 3:
+        raise ValueError(f"moves must have 3 columns, got {moves.shape[1]}")
+    with nogil:
+        v.reserve(moves.shape[0])
+        for i in range(moves.shape[0]):
+            v.push_back(mcr_segment(<void*><uintptr_t>moves[i, 0], <void*><uintptr_t>moves[i, 1], moves[i, 2]))
+        mcr_copy(v, threads)

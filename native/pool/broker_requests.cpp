@@ -277,6 +277,9 @@ void Broker::handle(Conn& c, const Request& q, const std::byte* body, size_t len
     case Op::kDelete:
       for (ObjectId id : ids_in(body, q.count)) table_.remove(id);
       return;
+    case Op::kWatch:
+      for (ObjectId id : ids_in(body, q.count)) table_.watch(s, id);
+      return;
     case Op::kUnclaim:
       return table_.unclaim(s, q.key);
     case Op::kAdopt:

@@ -73,6 +73,8 @@ View& View::operator=(View&& o) noexcept {
     data_ = std::exchange(o.data_, nullptr);
     size_ = std::exchange(o.size_, 0);
     pinned_ = std::exchange(o.pinned_, false);
+    arena_ = o.arena_;
+    offset_ = o.offset_;
     private_ = std::move(o.private_);
     inlined_ = std::move(o.inlined_);
   }
@@ -86,6 +88,13 @@ void View::reset() {
   size_ = 0;
   if (std::exchange(pinned_, false)) client->unpin(id_, base);  // forget the range before its addresses can be used again
   private_ = Mapping();
+}
+
+bool View::in_arena(uint32_t* arena, uint64_t* offset) const {
+  if (!pinned_) return false;
+  *arena = arena_;
+  *offset = offset_;
+  return true;
 }
 
 std::shared_ptr<Client> Client::connect(const std::string& name, const std::string& label, const std::string& group, const Client* before) {
@@ -129,6 +138,7 @@ std::shared_ptr<Client::ArenaMap> Client::arena(uint64_t index) {
   q.size = index;
   std::vector<Fd> fds;
   const Reply r = call(q, nullptr, 0, nullptr, &fds);
+  if (Status(r.status) == Status::kMissing) return nullptr;
   if (Status(r.status) != Status::kOk || fds.size() != 2) gone("the broker did not give an arena of its own");
   auto m = std::make_shared<ArenaMap>();
   m->rw = Mapping(fds[0].get(), 0, r.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE);
@@ -144,6 +154,15 @@ std::shared_ptr<Client::ArenaMap> Client::arena(uint64_t index) {
   if (index >= arenas_.size()) arenas_.resize(index + 1);
   if (!arenas_[index]) arenas_[index] = std::move(m);  // another thread may have been faster, and its addresses are in use
   return arenas_[index];
+}
+
+std::vector<Client::ArenaInfo> Client::map_arenas() {
+  std::vector<ArenaInfo> all;
+  for (uint32_t i = 0;; ++i) {
+    const auto a = arena(i);
+    if (!a) return all;
+    all.push_back({i, a->rw.data(), a->ro.data(), a->ro.size(), a->ro_fd.get()});
+  }
 }
 
 Client::~Client() {
@@ -286,9 +305,12 @@ void Client::unclaim(const ClaimKey& key) noexcept { post(request(Op::kUnclaim, 
 void Client::adopt(const ClaimKey& key) noexcept { post(request(Op::kAdopt, {}, key)); }
 void Client::disown(const ClaimKey& key, bool mine) noexcept { post(request(Op::kDisown, {}, key, mine ? kMine : 0)); }
 
-void Client::remove(const std::vector<ObjectId>& ids) noexcept {
+void Client::remove(const std::vector<ObjectId>& ids) noexcept { post_ids(Op::kDelete, ids); }
+void Client::watch(const std::vector<ObjectId>& ids) noexcept { post_ids(Op::kWatch, ids); }
+
+void Client::post_ids(Op op, const std::vector<ObjectId>& ids) noexcept {
   for (size_t at = 0; at < ids.size(); at += kMaxIds) {
-    Request q = request(Op::kDelete);
+    Request q = request(op);
     q.count = uint32_t(std::min(kMaxIds, ids.size() - at));
     post(q, ids.data() + at, q.count * sizeof(ObjectId));
   }
@@ -350,7 +372,7 @@ void Client::close() {
 
 // ---- calls
 
-Client::Answer Client::create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where, std::string_view note) {
+Client::Answer Client::create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where, std::string_view note, Place* at) {
   note = note.substr(0, kNoteMax);
   Request q = request(Op::kCreate, id);
   q.size = bytes;
@@ -364,13 +386,14 @@ Client::Answer Client::create(ObjectId id, size_t bytes, int64_t timeout_ns, std
   if (Status(r.status) == Status::kOk) {
     std::shared_ptr<ArenaMap> a;
     try {
-      a = arena(r.arena);
+      if (!(a = arena(r.arena))) gone("the broker has no such arena");
     } catch (...) {
       post(request(Op::kAbort, id));
       throw;
     }
     hold.keep();
     *where = a->rw.data() + r.offset;
+    if (at) *at = {uint32_t(r.arena), r.offset};
     if (bytes >= (1 << 20)) warm(std::move(a), r.aux);
   }
   return {Status(r.status), std::move(text)};
@@ -436,7 +459,10 @@ Status Client::get(ObjectId id, int64_t timeout_ns, bool writable, View* out) {
     return Status::kOk;
   }
   const auto a = arena(r.arena);
+  if (!a) gone("the broker has no such arena");
   const std::byte* data = a->ro.data() + r.offset;
+  v.arena_ = uint32_t(r.arena);
+  v.offset_ = r.offset;
   if (writable && a->hugetlb) {
     own_copy(&v, r, data, -1);
     *out = std::move(v);

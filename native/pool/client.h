@@ -45,6 +45,7 @@ class View {
   size_t size() const { return size_; }
   bool writable() const { return private_.data() || !inlined_.empty(); }  // privately: no other reader sees it
   void reset();
+  bool in_arena(uint32_t* arena, uint64_t* offset) const;  // false: the bytes are not in the pool's own memory, or have been copied
 
  private:
   friend class Client;
@@ -53,6 +54,8 @@ class View {
   const std::byte* data_ = nullptr;
   size_t size_ = 0;
   bool pinned_ = false;
+  uint32_t arena_ = 0;
+  uint64_t offset_ = 0;
   Mapping private_;
   std::vector<std::byte> inlined_;  // with one byte more than the object, so that it is empty only for objects in an arena
 };
@@ -74,11 +77,25 @@ class Client : public std::enable_shared_from_this<Client> {
   bool usable() const;  // not closed, not forked, broker not known to be dead
   ObjectId new_id() { return {session_, next_.fetch_add(1, std::memory_order_relaxed)}; }
 
+  struct Place {
+    uint32_t arena = 0;
+    uint64_t offset = 0;
+  };
+  struct ArenaInfo {
+    uint32_t index;
+    std::byte* rw;
+    const std::byte* ro;
+    size_t bytes;
+    int ro_fd;
+  };
+  std::vector<ArenaInfo> map_arenas();  // all there are now, whole; the maps and descriptors are valid until close()
+
   struct Answer {
     Status status;
     std::string text;
   };
-  Answer create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where, std::string_view note = {});
+  // `at`, if given: where in the pool.
+  Answer create(ObjectId id, size_t bytes, int64_t timeout_ns, std::byte** where, std::string_view note = {}, Place* at = nullptr);
   Status seal(ObjectId id, const ClaimKey& key, bool handover, const std::vector<ObjectId>& also);
   Status put_inline(ObjectId id, const void* data, size_t bytes, const ClaimKey& key, bool handover);
   Status get(ObjectId id, int64_t timeout_ns, bool writable, View* out);
@@ -93,6 +110,7 @@ class Client : public std::enable_shared_from_this<Client> {
   void adopt(const ClaimKey& key) noexcept;
   void disown(const ClaimKey& key, bool mine) noexcept;
   void remove(const std::vector<ObjectId>& ids) noexcept;
+  void watch(const std::vector<ObjectId>& ids) noexcept;  // next_event then tells, with kGone, when one of them ceases to exist
 
   // Answers about claims: after listen(), one thread calls next_event until it throws BrokerGone.
   void listen();
@@ -119,11 +137,12 @@ class Client : public std::enable_shared_from_this<Client> {
   Fd checkout();
   void checkin(Fd fd);
   Reply call(Request q, const void* body = nullptr, size_t len = 0, std::string* text = nullptr, std::vector<Fd>* fds = nullptr);
-  std::shared_ptr<ArenaMap> arena(uint64_t index);
+  std::shared_ptr<ArenaMap> arena(uint64_t index);  // null: there is no such arena
   bool broker_lives();
   bool own_copy(View* v, const Reply& r, const std::byte* from, int file);
   struct Hold;
   void post(const Request& q, const void* body = nullptr, size_t len = 0) noexcept;
+  void post_ids(Op op, const std::vector<ObjectId>& ids) noexcept;
   void post_release(ObjectId id) noexcept;
   void post_locked(const Request& q, const void* body, size_t len) noexcept;
   void flush_posts_locked() noexcept;

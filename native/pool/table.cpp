@@ -144,7 +144,7 @@ void Table::free_pages(Object& o) {
 // Puts an object into the queue that it belongs to. What stays where it is keeps its place.
 void Table::settle(ObjectId id, Object& o) {
   Idle now = Idle::kNone;
-  if (o.sealed && !o.pins && o.in_memory() && o.io == Io::kNone) now = o.on_disk() ? Idle::kClean : Idle::kDirty;
+  if (o.sealed && !o.pins && o.in_memory() && o.io == Io::kNone) now = o.on_disk() || o.is_spare() ? Idle::kClean : Idle::kDirty;
   if (now == o.idle) return;
   if (o.idle == Idle::kClean) account(o, [&](Usage& u) { u.clean -= o.bytes(); });
   if (o.idle != Idle::kNone) (o.idle == Idle::kClean ? clean_ : dirty_).erase(o.queued);
@@ -161,6 +161,10 @@ bool Table::evict_one_clean(std::optional<uint32_t> group) {
   for (ObjectId id : clean_) {
     Object& o = objects_.at(id);
     if (group && o.group != *group) continue;
+    if (!o.on_disk()) {
+      remove(id);
+      return true;
+    }
     free_pages(o);
     settle(id, o);
     return true;
@@ -321,10 +325,25 @@ void Table::remove(ObjectId id) {
   auto it = objects_.find(id);
   if (it == objects_.end() || !it->second.sealed || it->second.removed) return;
   end_now(id, it->second);
-  ClaimKey self{uint32_t(ClaimKind::kSelf)};
-  std::memcpy(self.bytes, &id, sizeof id);
-  if (auto c = claims_.find(self); c != claims_.end()) end_claim(c);  // whoever freed it
+  for (ClaimKind kind : {ClaimKind::kSelf, ClaimKind::kReplica}) end_claim_named_after(id, kind);
   maybe_drop(id);
+}
+
+// Whoever freed the object.
+void Table::end_claim_named_after(ObjectId id, ClaimKind kind) {
+  ClaimKey key{uint32_t(kind)};
+  std::memcpy(key.bytes, &id, sizeof id);
+  if (auto c = claims_.find(key); c != claims_.end()) end_claim(c);
+}
+
+void Table::watch(SessionId s, ObjectId id) {
+  if (!find(s)) return;
+  if (auto it = objects_.find(id); it != objects_.end() && !it->second.removed) it->second.watchers.push_back(s);
+  else effects_.gone.emplace_back(s, id);
+}
+
+void Table::tell_watchers(ObjectId id, Object& o) {
+  for (SessionId s : std::exchange(o.watchers, {})) effects_.gone.emplace_back(s, id);
 }
 
 void Table::maybe_drop(ObjectId id) {
@@ -339,6 +358,7 @@ void Table::maybe_drop(ObjectId id) {
 // From now on nobody finds it, here or in another life. What it occupies is freed by `drop`.
 void Table::end_now(ObjectId id, Object& o) {
   o.removed = true;
+  tell_watchers(id, o);
   effects_.changed.push_back(id);
   if (saving_ && o.on_disk()) effects_.saved.objects.push_back(id);
 }
@@ -351,6 +371,7 @@ void Table::drop(ObjectIt it) {
   if (saving_ && o.on_disk()) effects_.saved.objects.push_back(it->first);
   if (o.extent != PageAllocator::kNil) free_extent(o);
   --groups_[o.group].objects;
+  tell_watchers(it->first, o);
   effects_.changed.push_back(it->first);
   objects_.erase(it);
 }

@@ -9,7 +9,8 @@
 // Memory is bounded. Above the high watermark, and while a create waits, objects that nobody pins are written to disk, the least recently
 // used first; they stay in memory as well ("clean") until somebody needs the room, which then costs nothing. A get of an object that is on
 // disk only has it read back if there is room at once, and otherwise is sent to the disk itself: a get never waits for room. Where there
-// is no disk, or it is full, orphans are the only sealed objects that the pool drops by itself.
+// is no disk, or it is full, orphans are the only sealed objects that the pool drops by itself, beside replicas: objects that only claims of
+// that kind keep, as another pool has them too, count as clean, and are dropped instead of written.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -78,6 +79,7 @@ class Table {
   };
   struct Effects {
     std::vector<std::pair<SessionId, ClaimKey>> queries;  // ask this session who answers for that key
+    std::vector<std::pair<SessionId, ObjectId>> gone;     // tell this session, which watches it, that the object ceased to exist
     std::vector<ObjectId> changed;                        // became readable, or ceased to exist
     bool freed = false;                                   // pages came back: waiting creates may succeed
     std::vector<Transfer> writes, reads;
@@ -116,6 +118,7 @@ class Table {
   Status get(SessionId s, ObjectId id, Location* out, bool may_wait = true);
   void release(SessionId s, ObjectId id);
   void remove(ObjectId id);
+  void watch(SessionId s, ObjectId id);  // `gone` tells it when the object ceases to exist: at once, if it does not
 
   void adopt(SessionId s, const ClaimKey& key);
   void disown(SessionId s, const ClaimKey& key, bool mine);
@@ -185,11 +188,14 @@ class Table {
     uint64_t offset = 0, disk = 0, size = 0, pages = 0;  // bytes, bytes, bytes, pages
     std::string inlined, note;
     uint64_t pins = 0, claims = 0;
+    uint64_t replicas = 0;  // of the claims, those that do not keep it
+    std::vector<SessionId> watchers;
     uint64_t birth = 0;  // tells it from an earlier object of the same id
     int64_t since = 0;   // ns
     std::list<ObjectId>::iterator queued;  // where it is idle
     bool is_inline() const { return pages == 0; }
     bool in_memory() const { return node != PageAllocator::kNil; }
+    bool is_spare() const { return replicas && replicas == claims; }
     bool on_disk() const { return extent != PageAllocator::kNil && io != Io::kWriting; }
     uint64_t bytes() const { return pages * kPageSize; }
   };
@@ -232,8 +238,11 @@ class Table {
   void free_pages(Object& o);
   void free_extent(Object& o);
   void drop(ObjectIt it);
+  void end_claim_named_after(ObjectId id, ClaimKind kind);
   void maybe_drop(ObjectId id);
   void end_now(ObjectId id, Object& o);
+  void tell_watchers(ObjectId id, Object& o);
+  void count_claim(const ClaimKey& key, ObjectId id, Object& o, int more);
   void unpin(ObjectId id, uint64_t n);
   void settle(ObjectId id, Object& o);
   bool evict_one_clean(std::optional<uint32_t> group);

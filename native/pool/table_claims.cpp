@@ -4,6 +4,12 @@
 #include "table.h"
 
 namespace mcr {
+namespace {
+
+// A session need not be asked for claims that are its own.
+bool is_asked_for(const ClaimKey& key) { return key.kind == uint32_t(ClaimKind::kToken) || key.kind == uint32_t(ClaimKind::kReturn); }
+
+}  // namespace
 
 void Table::listen(SessionId s, bool on) {
   Session* n = find(s);
@@ -16,7 +22,7 @@ void Table::listen(SessionId s, bool on) {
   }
   // What is left of a dead broker: its owner may have told that one that it is over, and an orphan's owner may be back.
   for (auto it = claims_.begin(); it != claims_.end(); ++it)
-    if (it->second.restored && (it->second.owner == s || !it->second.owner) && it->first.kind != uint32_t(ClaimKind::kSelf)) query(it, s, *n);
+    if (it->second.restored && (it->second.owner == s || !it->second.owner) && is_asked_for(it->first)) query(it, s, *n);
 }
 
 void Table::add_claim(SessionId s, const ClaimKey& key, bool handover, const std::vector<ObjectId>& ids) {
@@ -27,7 +33,7 @@ void Table::add_claim(SessionId s, const ClaimKey& key, bool handover, const std
     const std::pair claimed(id, o.birth);
     if (std::find(c.objects.begin(), c.objects.end(), claimed) != c.objects.end()) continue;
     c.objects.push_back(claimed);
-    ++o.claims;
+    count_claim(key, id, o, 1);
   }
   touch(key);
   if (!fresh) return;  // a retried task claims again for the return it already has
@@ -35,6 +41,12 @@ void Table::add_claim(SessionId s, const ClaimKey& key, bool handover, const std
   c.handover = handover;
   if (key.kind == uint32_t(ClaimKind::kReturn)) ask(it, false);
   else set_owner(it, s);
+}
+
+void Table::count_claim(const ClaimKey& key, ObjectId id, Object& o, int more) {
+  o.claims += uint64_t(int64_t(more));
+  if (key.kind == uint32_t(ClaimKind::kReplica)) o.replicas += uint64_t(int64_t(more));
+  settle(id, o);
 }
 
 void Table::set_owner(ClaimIt it, SessionId s) {
@@ -129,7 +141,7 @@ void Table::end_claim(ClaimIt it) {
     if (Session* n = find(w)) n->queried.erase(key);
   for (const auto& claimed : c.objects) {
     if (Object* o = find(claimed)) {
-      --o->claims;
+      count_claim(key, claimed.first, *o, -1);
       maybe_drop(claimed.first);
     }
   }

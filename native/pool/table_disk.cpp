@@ -216,6 +216,7 @@ void Table::restore(const SavedClaim& s) {
     if (o == objects_.end()) continue;
     c.objects.emplace_back(id, o->second.birth);
     ++o->second.claims;
+    if (s.key.kind == uint32_t(ClaimKind::kReplica)) ++o->second.replicas;
   }
   if (c.objects.empty()) return;
   c.creator = s.creator;
@@ -238,7 +239,7 @@ void Table::restored() {
   Object* last = nullptr;  // it ends there
   for (auto& [page, id] : by_place) {
     Object& o = objects_.at(id);
-    if (page < end) o.claims = last->claims = 0;
+    if (page < end) o.claims = last->claims = o.replicas = last->replicas = 0;
     if (page + o.pages > end) end = page + o.pages, last = &o;
   }
   for (auto& [page, id] : by_place) {

@@ -8,7 +8,7 @@
 
 namespace mcr {
 
-constexpr uint32_t kProtocolVersion = 2;
+constexpr uint32_t kProtocolVersion = 3;
 constexpr size_t kMaxMessage = 64 << 10;   // bytes; a longer message is a protocol error
 constexpr size_t kInlineMax = 8 << 10;     // bytes; objects up to this size travel inside the message
 constexpr size_t kPageSize = 4096;         // allocation granule
@@ -30,6 +30,8 @@ enum class ClaimKind : uint32_t {
   kToken = 1,   // a Ray object owned by the claiming process; `bytes` is its ObjectID
   kReturn = 2,  // a return value, owned by the caller of a task; `bytes` is TaskID (24) + ordinal (4, from 1)
   kSelf = 3,    // the claiming session itself, until it frees the object; `bytes` is the object's id
+  kReplica = 4, // nothing here: another pool has the object too. Dropped when the room is needed; `bytes` is the object's id
+  kGone = 5,    // only in events: the object whose id is `bytes` ceased to exist
 };
 
 struct ClaimKey {
@@ -54,6 +56,7 @@ enum class Op : uint16_t {
   kDelete,     // one-way: free the ids that follow whatever claims them; their pins keep the bytes until released
   kAdopt,      // one-way: this session answers for `key`
   kDisown,     // one-way: this session does not; flag kMine: it did, and the key is gone
+  kWatch,      // one-way: tell this session when one of the ids that follow ceases to exist
   kWait,       // reply when `size` of the ids that follow are readable, or at the deadline
   kStats,      // reply carries JSON; flag kDetail: in a file, which the reply carries
   kBye,        // one-way: the client dropped every view and lease
@@ -105,7 +108,7 @@ struct Reply {
   uint64_t aux = 0;
 };
 
-struct Event {  // broker -> client: who answers for this claim?
+struct Event {  // broker -> client: who answers for this claim? With kGone: this is no more
   ClaimKey key;
 };
 

@@ -24,11 +24,13 @@ inline ClaimKey key_of(ClaimKind kind, uint64_t n) {
 }
 inline ClaimKey token(uint64_t n) { return key_of(ClaimKind::kToken, n); }
 inline ClaimKey returned(uint64_t n) { return key_of(ClaimKind::kReturn, n); }
-inline ClaimKey self(ObjectId id) {
+inline ClaimKey key_of(ClaimKind kind, ObjectId id) {
   ClaimKey k;
-  k.kind = uint32_t(ClaimKind::kSelf);
+  k.kind = uint32_t(kind);
   std::memcpy(k.bytes, &id, sizeof id);
   return k;
 }
+inline ClaimKey self(ObjectId id) { return key_of(ClaimKind::kSelf, id); }
+inline ClaimKey replica(ObjectId id) { return key_of(ClaimKind::kReplica, id); }
 
 }  // namespace mcr

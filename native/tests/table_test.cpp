@@ -321,6 +321,86 @@ TEST(orphans_go_where_the_machine_gives_no_more_memory) {
   CHECK_EQ(t.presence({A, 1}), kMissing);
 }
 
+// ---- replicas, and who watches
+
+TEST(a_replica_that_nobody_pins_goes_when_the_room_is_needed) {
+  Fixture f;
+  const ObjectId id = f.lease(A, 10);
+  CHECK_EQ(f.t.seal(A, id, replica(id), false, {}), Status::kOk);
+  CHECK_EQ(f.get(B, id), Status::kOk);
+  Location at;
+  CHECK_EQ(f.t.create(C, {C, 1}, 10 * kPageSize, &at), Status::kFull);  // pinned
+  f.t.release(B, id);
+  CHECK_EQ(f.t.presence(id), kReadable);
+  CHECK_EQ(f.t.create(C, {C, 1}, 10 * kPageSize, &at), Status::kOk);
+  CHECK_EQ(f.t.presence(id), kMissing);
+  CHECK_EQ(f.stat("claims"), 0u);
+}
+
+TEST(a_replica_that_is_claimed_is_not_dropped_until_that_ends) {
+  Fixture f;
+  const ObjectId id = f.lease(A, 10);
+  CHECK_EQ(f.t.seal(A, id, replica(id), false, {}), Status::kOk);
+  CHECK_EQ(f.t.seal(B, {}, token(1), false, {id}), Status::kOk);  // passed on
+  Location at;
+  CHECK_EQ(f.t.create(C, {C, 1}, 10 * kPageSize, &at), Status::kFull);
+  f.t.unclaim(A, replica(id));  // its first home has let it go
+  CHECK_EQ(f.t.presence(id), kReadable);
+  CHECK_EQ(f.t.create(C, {C, 1}, 10 * kPageSize, &at), Status::kFull);
+  f.t.unclaim(B, token(1));
+  CHECK_EQ(f.t.presence(id), kMissing);
+  CHECK(f.empty());
+}
+
+TEST(a_claim_that_ends_leaves_a_replica_that_may_go) {
+  Fixture f;
+  const ObjectId id = f.lease(A, 10);
+  CHECK_EQ(f.t.seal(A, id, replica(id), false, {}), Status::kOk);
+  CHECK_EQ(f.t.seal(B, {}, token(1), false, {id}), Status::kOk);
+  f.t.unclaim(B, token(1));
+  CHECK_EQ(f.t.presence(id), kReadable);
+  Location at;
+  CHECK_EQ(f.t.create(C, {C, 1}, 10 * kPageSize, &at), Status::kOk);
+  CHECK_EQ(f.t.presence(id), kMissing);
+}
+
+TEST(replicas_end_with_the_session_that_made_them) {
+  Fixture f;
+  const ObjectId free = f.lease(A), pinned = f.lease(A);
+  for (ObjectId id : {free, pinned}) CHECK_EQ(f.t.seal(A, id, replica(id), false, {}), Status::kOk);
+  CHECK_EQ(f.get(B, pinned), Status::kOk);
+  f.t.close_session(A);
+  CHECK_EQ(f.t.presence(free), kMissing);
+  f.t.release(B, pinned);
+  CHECK(f.empty());
+}
+
+TEST(a_removed_replica_leaves_no_claim) {
+  Fixture f;
+  const ObjectId id = f.lease(A);
+  CHECK_EQ(f.t.seal(A, id, replica(id), false, {}), Status::kOk);
+  f.t.remove(id);
+  CHECK(f.empty());
+}
+
+TEST(who_watches_an_object_is_told_once_when_it_ceases_to_exist) {
+  Fixture f;
+  const ObjectId id = f.put(A, token(1)), pinned = f.put(A, token(2));
+  CHECK_EQ(f.get(C, pinned), Status::kOk);
+  for (ObjectId o : {id, pinned}) f.t.watch(B, o);
+  CHECK(f.t.take_effects().gone.empty());
+  f.t.unclaim(A, token(1));
+  f.t.remove(pinned);  // nobody can get it any more, although its reader has it
+  const auto gone = f.t.take_effects().gone;
+  CHECK_EQ(gone.size(), 2u);
+  CHECK(gone[0] == std::pair(B, id));
+  CHECK(gone[1] == std::pair(B, pinned));
+  f.t.release(C, pinned);
+  CHECK(f.t.take_effects().gone.empty());
+  f.t.watch(B, id);  // too late
+  CHECK_EQ(f.t.take_effects().gone.size(), 1u);
+}
+
 TEST(an_orphan_can_still_be_adopted_by_whom_was_asked) {
   Fixture f;
   f.t.listen(B, true);

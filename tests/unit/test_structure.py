@@ -17,6 +17,7 @@ LEVELS = {
     "counters": 0,
     "snapshot": 0,
     "store": 1,
+    "transport": 1,
     "data": 2,
     "objects": 4,
     "cli": 4,
