@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all oracle native-test lint bench-setup bench stress soak clean
+.PHONY: help setup demo test python-test test-all oracle native-test lint bench-setup bench stress soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,6 +54,9 @@ stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60
 
 soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --minutes $(or $(MINUTES),30)
+
+cluster: $(STAMP) ## A Ray cluster of N=3 nodes on this machine, each with a network of its own, to try things in by hand
+	$(BIN)/python -m cluster $(or $(N),3)
 
 clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)

@@ -15,7 +15,7 @@ from mooncake_ray.machine import machine_bytes
 
 __all__ = ["Config"]
 
-_CHOICES = {"huge_pages": ("auto", "hugetlb", "never"), "numa": ("auto", "off")}
+_CHOICES = {"huge_pages": ("auto", "hugetlb", "never"), "numa": ("auto", "off"), "mooncake_protocol": ("tcp", "rdma")}
 _NOT_SETTINGS = {"MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK"}  # what processes of this package tell each other
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -68,10 +68,23 @@ class Config:
     """How much of the pool's memory one Ray job may have; it spills, and then waits, alone. 0: no quota."""
     put_timeout_s: float = 10.0
     """How long a put waits for room. Then Ray's own store takes the object (a `Store` raises StoreFullError)."""
+    pull_timeout_s: float = 60.0
+    """How long a get waits for what lies in another node's pool."""
+    transport: str = "auto"
+    """What moves bytes between nodes. `auto`: `verbs` (RDMA) where both ends have a device that is up, else `tcp`. A name (`verbs`, `tcp`,
+    `mooncake`, `shm`) must be usable at both ends, or a get raises TransportUnavailableError."""
+    host: str = ""
+    """The address of this node that its pool listens on for other nodes. Default: the node's address in Ray."""
     start_timeout_s: float = 30.0
     """How long to wait for a broker to start."""
     linger_s: float = 5.0
     """How long a broker stays after the last process has left it."""
+    mooncake_protocol: str = "tcp"
+    """What Mooncake's transfer engine moves bytes with, where it is the transport: `tcp` or `rdma`."""
+    rdma_devices: str = ""
+    """Which RDMA devices are used: `device` or `device:port`, with commas between them. Default: all that are up and near."""
+    rdma_traffic_class: int = 0
+    """Of RDMA packets: how switches that keep some traffic from being lost know it."""
     metrics_interval_s: float = 5.0
     """How often metrics go to Ray's Prometheus endpoint. 0: never. Ray forgets a gauge after 20 s."""
     enabled: bool = True

@@ -98,6 +98,19 @@ class Region:
     def _pin(self, writable: bool) -> Any:
         return self.client.get(self.id, _SEAL_S, writable)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the object is in this node's pool, as far as is known without asking."""
+        return True
+
+    def read(self, runs: np.ndarray) -> np.ndarray:
+        """Some bytes of an object that is not here: uint8 (bytes,), private, one run after the other.
+
+        Args:
+            runs: uint64 (n, 2): offset in the object, nbytes.
+        """
+        raise NotImplementedError
+
 
 class Here:
     """Stands in a pickle for the pool object that the pickle's own segments go to."""

@@ -61,7 +61,13 @@ class Loopback:
         there = _served.get(str(peer.description.get("token")))
         if there is None:
             raise PeerLostError(f"{peer} is closed", "connect", errno.ECONNREFUSED, str(peer))
-        return _Connection(there, peer)
+        if self._token not in _served:
+            raise TransportError("this transport is closed", "connect", errno.EBADF)
+        return _Connection(self, there, peer)
+
+    @property
+    def is_open(self) -> bool:
+        return self._token in _served
 
     def close(self) -> None:
         with self.lock:
@@ -70,15 +76,15 @@ class Loopback:
 
 
 class _Connection:
-    def __init__(self, there: Loopback, peer: Peer) -> None:
-        self._there, self._peer = there, peer
+    def __init__(self, here: Loopback, there: Loopback, peer: Peer) -> None:
+        self._here, self._there, self._peer = here, there, peer
         self._open = True
 
     def read(self, ranges: np.ndarray, timeout_s: float) -> None:
         with self._there.lock:
-            if not self._open:
+            if not self._open or not self._here.is_open:
                 raise TransportError("this connection is closed", "read", errno.EBADF, str(self._peer))
-            if self._there.describe()["token"] not in _served:
+            if not self._there.is_open:
                 self._open = False
                 raise PeerLostError(f"{self._peer} is closed", "read", errno.ECONNRESET, str(self._peer))
             memory = self._there.memory

@@ -59,7 +59,9 @@ class Fuzzer {
     ::send(c.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
   }
   void listen(Conn& c) {
-    static char buf[1 << 16];
+    static thread_local char buf[1 << 16];
+    pollfd there{c.fd.get(), POLLIN, 0};
+    ::poll(&there, 1, 1);  // or what was sent would be lost with a reset
     for (ssize_t n; (n = ::recv(c.fd.get(), buf, sizeof buf, MSG_DONTWAIT)) != sizeof buf;) {
       if (n == 0 || (n < 0 && errno != EAGAIN)) c = Conn();
       return;
@@ -98,18 +100,18 @@ class Fuzzer {
         break;
       }
       case peer::Op::kRead:
-        for (uint64_t i = 0; i < n; ++i) {
+        for (uint64_t i = 0; i < std::max<uint64_t>(n, pick(40) > 0); ++i) {
           const peer::Range r{pick(6) ? pick(3) : kCopies + pick(40), number(), pick(40) ? pick(2000) : number()};
           body.append(bytes_of(r));
         }
         break;
       case peer::Op::kExchange: {
         const uint32_t name = uint32_t(pick(40) ? 1 + pick(8) : rng_());
-        body.append(bytes_of(name)).append(std::string(pick(100), 'e'));
+        body.append(bytes_of(name)).append(std::string(8 + pick(100), 'e'));
         break;
       }
       default:
-        if (pick(10) == 0) body = noise();
+        if (pick(60) == 0) body = noise();
     }
     const Frame f{uint32_t(pick(200) ? body.size() : rng_()), uint16_t(op), uint16_t(pick(300) == 0), pick(50) ? 0 : rng_()};
     return std::string(bytes_of(f)) + body;

@@ -1,6 +1,7 @@
 """A peer in a process of its own: a pool whose arenas are full of a known pattern, and a transport that serves them.
 
-Says one line of JSON at the start and after each command it reads from stdin: what the peer is. Commands: `grow` (one more arena).
+Says one line of JSON at the start and after each command it reads from stdin: what the peer is. Commands: `grow` (one more arena),
+`exchange HEX` (adds the transport's answer), `ended` (the session of those exchanges).
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ from typing import Any
 
 import numpy as np
 
+from mooncake_ray.errors import TransportError
+
 MIB = 1 << 20
 ARENA = 20 * MIB
 CAPACITY = 80 * MIB
 SECRET = b"conformance-secret-of-32-bytes!!"
 
 
+_PERIOD = 1_048_573  # a prime, so that whatever is misplaced by a round number of bytes shows
+_TILE = np.random.default_rng(1).integers(0, 256, _PERIOD, np.uint8)
+
+
 def pattern(region: int, nbytes: int, start: int = 0) -> np.ndarray:
-    """What is at these offsets of a region. Does not repeat within 16 MiB, and differs from region to region."""
-    at = np.arange(start, start + nbytes, dtype=np.uint32) + np.uint32(region * 0x1000193 & 0xFFFFFFFF)
-    at *= np.uint32(2654435761)
-    return (at >> np.uint32(24)).astype(np.uint8) ^ (at >> np.uint32(13)).astype(np.uint8)
+    """What is at these offsets of a region."""
+    first = (start + region * 7919) % _PERIOD
+    return np.tile(_TILE, -(-(first + nbytes) // _PERIOD))[first : first + nbytes]
 
 
 class Served:
     """A pool, and one transport that serves it."""
 
-    def __init__(self, name: str, host: str) -> None:
+    def __init__(self, name: str, host: str, **options: Any) -> None:
         from mooncake_ray.config import Config
         from mooncake_ray.store import node
         from mooncake_ray.transport import get_transport
@@ -40,7 +46,7 @@ class Served:
         self.broker = node.broker_name(f"conformance-{secrets.token_hex(8)}")
         self.client = node.connect(self.broker, self.config)
         own = {"broker": self.broker, "pool_id": self.client.pool_id} if name == "shm" else {}
-        self.transport = get_transport(name)(self.config, host, **own)
+        self.transport = get_transport(name)(self.config, host, **own, **options)
         self.host, self.port, self.server = host, 0, None
         if name == "tcp":
             from mooncake_ray._native import peer
@@ -59,14 +65,13 @@ class Served:
         while len(arenas := self.client.arenas()) < want:
             self.leases.append(self.client.create(self.client.new_id(), 8 * MIB, 10))
         for index, rw, _, nbytes, fd in arenas:
-            if index not in self.sizes:
-                ctypes.memmove(rw, pattern(index, nbytes).ctypes.data, nbytes)
+            if index not in self.sizes and len(self.sizes) < want:
+                full = pattern(index, nbytes)
+                ctypes.memmove(rw, full.ctypes.data, nbytes)
                 self.transport.register(Memory(index, rw, nbytes, fd))
                 self.sizes[index] = nbytes
 
     def facts(self) -> dict[str, Any]:
-        import json
-
         stats = json.loads(self.client.stats())
         return {
             "host": self.host,
@@ -85,12 +90,21 @@ class Served:
 
 
 def main() -> None:
-    served = Served(sys.argv[1], sys.argv[2])
+    served = Served(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))
     print(json.dumps(served.facts()), flush=True)
     for line in sys.stdin:
-        if line.strip() == "grow":
+        command, *rest = line.split()
+        more = {}
+        if command == "grow":
             served.grow()
-        print(json.dumps(served.facts()), flush=True)
+        elif command == "ended":
+            served.transport.ended(1)
+        elif command == "exchange":
+            try:
+                more["answer"] = served.transport.accept(1, bytes.fromhex(rest[0])).hex()
+            except TransportError as e:
+                more["error"] = str(e)
+        print(json.dumps({**served.facts(), **more}), flush=True)
     served.close()
 
 
