@@ -43,7 +43,7 @@ class Elsewhere(Region):
 
     def _pin(self, writable: bool) -> pool.Pin:
         deadline = Deadline(self._session.config.pull_timeout_s)
-        with timed("get_remote"):
+        with timed("remote"):
             with contextlib.suppress(ObjectNotFoundError, ObjectLostError):  # not in this pool
                 return self.client.get(self.id, deadline.timeout_s, writable)
 
@@ -59,7 +59,7 @@ class Elsewhere(Region):
         def take(door: Door, left: float) -> AbstractContextManager[bytes]:
             return door.read(self._pool_id, self.id, runs, left)
 
-        with timed("read_remote"):
+        with timed("remote"):
             pin = self._through_the_door(take, lambda id: self.client.get(id, deadline.timeout_s, True), deadline)
         return np.frombuffer(pin, np.uint8, total)
 

@@ -28,11 +28,12 @@ from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
 from mooncake_ray.transfer.door import door_name
 
-__all__ = ["NodeService", "RayDirectory", "ensure", "hosts"]
+__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "reports", "start_with"]
 
 logger = logging.getLogger("mooncake_ray")
 
-_SPACE = b"mooncake_ray"
+_NAMESPACE = "mooncake_ray"
+_SPACE = _NAMESPACE.encode()
 _SECRET = b"secret"
 _POOL = b"pool:"
 _SECRET_BYTES = 32
@@ -182,8 +183,8 @@ def ensure(scope: str, config: Config, everywhere: bool = True) -> None:
             taken.add(n["NodeManagerAddress"])
             with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it goes this moment
                 ray.remote(NodeService).options(
-                    name=f"node-service:{job}:{n['NodeID']}",
-                    namespace="mooncake_ray",
+                    name=_name(job, n["NodeID"]),
+                    namespace=_NAMESPACE,
                     get_if_exists=True,
                     lifetime="detached",
                     num_cpus=0,
@@ -191,3 +192,22 @@ def ensure(scope: str, config: Config, everywhere: bool = True) -> None:
                     max_concurrency=4,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False),
                 ).remote(scope, settings, job)
+
+
+def reports(timeout_s: float = 10.0) -> list[dict[str, Any]]:
+    """What the services of this job say of themselves, those that answer in time."""
+    job = ray.get_runtime_context().get_job_id()
+    asked = []
+    for n in _alive():
+        with contextlib.suppress(ValueError):  # none there
+            asked.append(ray.get_actor(_name(job, n["NodeID"]), _NAMESPACE).report.remote())
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    out = []
+    for ref in answered:
+        with contextlib.suppress(ray.exceptions.RayError):
+            out.append(ray.get(ref))
+    return out
+
+
+def _name(job: str, node_id: str) -> str:
+    return f"node-service:{job}:{node_id}"

@@ -10,6 +10,7 @@ from typing import Any
 from mooncake_ray._native import peer as native
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
+from mooncake_ray.counters import snapshot
 from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, TransportUnavailableError
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transfer.door import Doorkeeper
@@ -74,7 +75,13 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """What an operator wants to know."""
-        return {"endpoint": str(self.endpoint), "transports": sorted(self.transports), "peers": self.peers.report(), **self.server.stats()}
+        return {
+            "endpoint": str(self.endpoint),
+            "transports": sorted(self.transports),
+            "peers": self.peers.report(),
+            **self.server.stats(),
+            **snapshot(),
+        }
 
     def close(self) -> None:
         """Stops serving. What it brought here is dropped once nobody reads it. Idempotent."""

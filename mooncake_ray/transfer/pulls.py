@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mooncake_ray._native import pool
-from mooncake_ray.counters import count, timed
+from mooncake_ray.counters import count
 from mooncake_ray.errors import (
     GetTimeoutError,
     MooncakeRayError,
@@ -87,8 +87,7 @@ class Puller:
 
     def _fly(self, flight: _Flight, pool_id: bytes, id: bytes, deadline: Deadline) -> pool.Pin:
         try:
-            with timed("pull"):
-                pin, home = self._bring(pool_id, id, deadline)
+            pin, home = self._bring(pool_id, id, deadline)
             with self._lock:
                 if home is not None and not flight.gone:
                     self._homes[id] = home
@@ -256,8 +255,7 @@ class Puller:
                 ranges[:, 2] = starts + np.uint64(lease.address)
                 node.read(ranges, deadline)
 
-        with timed("read_remote"):
-            self._at_home(pool_id, f"bytes of object {id.hex()} of pool {pool_id.hex()[:8]}", deadline, fetch)
+        self._at_home(pool_id, f"bytes of object {id.hex()} of pool {pool_id.hex()[:8]}", deadline, fetch)
         lease.seal(pool.KIND_SELF, own)
         pin = self._client.get(own, deadline.left("a partial read"))
         self._client.remove([own])  # it goes with its last pin
