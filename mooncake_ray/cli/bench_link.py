@@ -80,8 +80,9 @@ def _listen(args: argparse.Namespace, host: str, port: int, secret: str | None, 
         if args.json:
             print(json.dumps({"listening": there, **({} if secret else {"token": token})}), flush=True)
         else:
-            set_secret = f"with the same {_SECRET} set" if secret else f"{_SECRET}={token}"
-            print(f"listening at {there}, until Ctrl-C. On the other node:\n\n  {set_secret} mooncake-ray bench-link {there}\n", flush=True)
+            command = f"mooncake-ray bench-link {there}"
+            run = f"(with the same {_SECRET} set) {command}" if secret else f"{_SECRET}={token} {command}"
+            print(f"listening at {there}, until Ctrl-C. On the other node:\n\n  {run}\n", flush=True)
         server.serve()
     finally:
         server.close()
