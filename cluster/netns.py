@@ -29,6 +29,7 @@ PRIVATE = "/mnt"
 """A directory that every host has to itself."""
 _START_S = 20.0
 _COMMAND_S = 20.0
+_SAID = 2000  # characters of what a failed command said
 _MAX_HOSTS = 200
 _SHOT, _PASS = 2, 0xFFFFFFFF  # what a filter answers: drop it; no opinion
 _RANDOM = 0xFFFFF000 + 56  # where classic BPF programs read random numbers
@@ -198,7 +199,7 @@ class Host:
         done = subprocess.run(self.command(command), env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
         if check and done.returncode:
             words = " ".join(command)
-            raise NetworkError(f"status {done.returncode} on host {self.number}: {words}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+            raise NetworkError(f"status {done.returncode} on host {self.number}: {words}\n{done.stdout[-_SAID:]}{done.stderr[-_SAID:]}")
         return done
 
     def file(self, path: str) -> Path:

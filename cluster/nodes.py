@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,8 @@ __all__ = ["SETTINGS", "Cluster", "ClusterError"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PORT = 6379
+# Without what takes time to start and tests have no use for: autoscaling.
+_HEAD = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--no-monitor"]
 _START_S = 90.0
 _START_TRIES = 3
 _LOG_TAIL = 3000
@@ -86,9 +89,15 @@ class Cluster:
         self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), self.environment.get("PYTHONPATH", "")]))
         self.network = Network(shm_bytes or object_store_bytes + (64 << 20))
         try:
-            self.start_node(0)
-            with ThreadPoolExecutor(max(1, nodes - 1)) as pool:
-                list(pool.map(self.start_node, range(1, nodes)))
+            with ThreadPoolExecutor(nodes) as pool:
+                starting = [pool.submit(self.start_node, 0)]
+                while not starting[0].done() and not self._head_listens():
+                    time.sleep(0.05)
+                if starting[0].done():
+                    starting[0].result()
+                starting += [pool.submit(self.start_node, number) for number in range(1, nodes)]
+                for start in starting:
+                    start.result()
             if link:
                 for host in self.hosts.values():
                     host.shape(link)
@@ -118,7 +127,8 @@ class Cluster:
         command += [f"--resources={json.dumps({f'node{number}': 1})}"]
         for left in reversed(range(_START_TRIES)):
             host = self.network.add(number, link)
-            where = ["--head", f"--port={_PORT}", "--include-dashboard=false"] if number == 0 else [f"--address={self.address}"]
+            where = _HEAD if number == 0 else [f"--address={self.address}"]
+            # The address would have the head join itself.
             env = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
             try:
                 host.run([*command, f"--node-ip-address={host.address}", *where], env, _START_S)
@@ -129,6 +139,14 @@ class Cluster:
                 if not left:
                     raise ClusterError(f"node {number} did not start: {e}\n{logs}") from e
         raise AssertionError
+
+    def _head_listens(self) -> bool:
+        """Whether other nodes may join: while the head is still starting its other processes."""
+        if 0 not in self.hosts:
+            return False
+        with contextlib.suppress(OSError):
+            return f":{_PORT:04X} " in self.hosts[0].file("/proc/1/net/tcp").read_text()
+        return False
 
     def popen(self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
         """Starts a command on a node, where `ray.init()` joins the cluster; the other arguments are those of `subprocess.Popen`."""

@@ -82,6 +82,10 @@ class Config:
     """How long a broker stays after the last process has left it."""
     mooncake_protocol: str = "tcp"
     """What Mooncake's transfer engine moves bytes with, where it is the transport: `tcp` or `rdma`."""
+    rdma_devices: str = ""
+    """Which RDMA devices are used: `device` or `device:port`, with commas between them. Default: all that are up and near."""
+    rdma_traffic_class: int = 0
+    """Of RDMA packets: how switches that keep some traffic from being lost know it."""
     metrics_interval_s: float = 5.0
     """How often metrics go to Ray's Prometheus endpoint. 0: never. Ray forgets a gauge after 20 s."""
     enabled: bool = True

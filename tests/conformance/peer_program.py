@@ -1,6 +1,7 @@
 """A peer in a process of its own: a pool whose arenas are full of a known pattern, and a transport that serves them.
 
-Says one line of JSON at the start and after each command it reads from stdin: what the peer is. Commands: `grow` (one more arena).
+Says one line of JSON at the start and after each command it reads from stdin: what the peer is. Commands: `grow` (one more arena),
+`exchange HEX` (adds the transport's answer), `ended` (the session of those exchanges).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from typing import Any
 
 import numpy as np
+
+from mooncake_ray.errors import TransportError
 
 MIB = 1 << 20
 ARENA = 20 * MIB
@@ -32,7 +35,7 @@ def pattern(region: int, nbytes: int, start: int = 0) -> np.ndarray:
 class Served:
     """A pool, and one transport that serves it."""
 
-    def __init__(self, name: str, host: str) -> None:
+    def __init__(self, name: str, host: str, **options: Any) -> None:
         from mooncake_ray.config import Config
         from mooncake_ray.store import node
         from mooncake_ray.transport import get_transport
@@ -43,7 +46,7 @@ class Served:
         self.broker = node.broker_name(f"conformance-{secrets.token_hex(8)}")
         self.client = node.connect(self.broker, self.config)
         own = {"broker": self.broker, "pool_id": self.client.pool_id} if name == "shm" else {}
-        self.transport = get_transport(name)(self.config, host, **own)
+        self.transport = get_transport(name)(self.config, host, **own, **options)
         self.host, self.port, self.server = host, 0, None
         if name == "tcp":
             from mooncake_ray._native import peer
@@ -89,12 +92,21 @@ class Served:
 
 
 def main() -> None:
-    served = Served(sys.argv[1], sys.argv[2])
+    served = Served(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))
     print(json.dumps(served.facts()), flush=True)
     for line in sys.stdin:
-        if line.strip() == "grow":
+        command, *rest = line.split()
+        more = {}
+        if command == "grow":
             served.grow()
-        print(json.dumps(served.facts()), flush=True)
+        elif command == "ended":
+            served.transport.ended(1)
+        elif command == "exchange":
+            try:
+                more["answer"] = served.transport.accept(1, bytes.fromhex(rest[0])).hex()
+            except TransportError as e:
+                more["error"] = str(e)
+        print(json.dumps({**served.facts(), **more}), flush=True)
     served.close()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from peer_program import SECRET, Served
 
+from mooncake_ray.errors import PeerLostError, TransportError
 from mooncake_ray.transport import Peer
 
 HOST = "127.0.0.1"
@@ -48,10 +49,15 @@ class OwnPeer:
 class OtherPeer:
     """A peer in a process of its own."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **options: Any) -> None:
+        """`options`: of the transport there."""
         program = Path(__file__).with_name("peer_program.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(program), name, HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, str(program), name, HOST, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self._facts: dict[str, Any] = self._hear()
         self._stopped: list[int] = []
@@ -67,7 +73,29 @@ class OtherPeer:
         return {int(i): n for i, n in self._facts["sizes"].items()}
 
     def peer(self) -> Peer:
-        return Peer(HOST, self._facts["port"], self._facts["description"], link=self._link, redescribe=lambda: self._facts["description"])
+        return Peer(
+            HOST,
+            self._facts["port"],
+            self._facts["description"],
+            exchange=self._exchange,
+            link=self._link,
+            redescribe=lambda: self._facts["description"],
+        )
+
+    def _exchange(self, blob: bytes) -> bytes:
+        try:
+            answer = self.ask(f"exchange {blob.hex()}")
+        except (OSError, AssertionError) as e:
+            raise PeerLostError(f"the peer is gone: {e}", "exchange") from e
+        if "error" in answer:
+            raise TransportError(answer["error"], "exchange")
+        return bytes.fromhex(answer["answer"])
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Has the peer do something; returns what it then says."""
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        return self._hear()
 
     def _link(self) -> Any:
         from mooncake_ray._native import peer
@@ -76,9 +104,7 @@ class OtherPeer:
 
     def grow(self) -> int:
         before = set(self.sizes)
-        self._process.stdin.write("grow\n")
-        self._process.stdin.flush()
-        self._facts = self._hear()
+        self._facts = self.ask("grow")
         (late,) = set(self.sizes) - before
         return late
 

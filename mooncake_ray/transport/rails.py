@@ -1,0 +1,204 @@
+"""The RDMA ports of this machine, as the kernel lists them, and which of them are used, with what address, and for which of a peer's.
+
+All but `list_ports` and `network_bits` is pure.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Gid", "Port", "choose_gid", "choose_ports", "list_ports", "near_node", "pair_rails", "split"]
+
+HUGE_PAGE = 2 << 20  # bytes
+_SYSFS = Path("/sys/class/infiniband")
+_NODES = Path("/sys/devices/system/node")
+_MAPPED = bytes(10) + b"\xff\xff"  # what an IPv4 address begins with when it is written as an IPv6 one
+_LINK_LOCAL = b"\xfe\x80"
+_SIOCGIFNETMASK = 0x891B
+
+
+@dataclass(frozen=True)
+class Gid:
+    """One of a port's addresses."""
+
+    index: int
+    kind: str
+    """As the kernel names it: `RoCE v2`, `IB/RoCE v1`."""
+    raw: bytes
+    """16 bytes."""
+    interface: str = ""
+    """The network interface it belongs to, for RoCE."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an RDMA device."""
+
+    device: str
+    number: int
+    ethernet: bool
+    up: bool
+    node: int = -1
+    """The NUMA node it is attached to; -1: unknown, or there is but one."""
+    gids: tuple[Gid, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.device}:{self.number}"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # an index that is not in use, or gone meanwhile
+        return ""
+
+
+def list_ports(root: Path = _SYSFS) -> list[Port]:
+    """All ports of all devices, up or not, by name."""
+    found = []
+    for device in sorted(root.glob("*")):
+        node = _text(device / "device" / "numa_node")
+        for port in sorted(device.glob("ports/*"), key=lambda p: int(p.name)):
+            found.append(
+                Port(
+                    device=device.name,
+                    number=int(port.name),
+                    ethernet=_text(port / "link_layer") == "Ethernet",
+                    up=_text(port / "state").startswith("4"),
+                    node=int(node) if node else -1,
+                    gids=_gids(port),
+                )
+            )
+    return found
+
+
+def _gids(port: Path) -> tuple[Gid, ...]:
+    found = []
+    for path in sorted((port / "gids").glob("*"), key=lambda p: int(p.name)):
+        text = _text(path).replace(":", "")
+        if not text.strip("0"):
+            continue
+        kind = _text(port / "gid_attrs" / "types" / path.name)
+        found.append(Gid(int(path.name), kind, bytes.fromhex(text), _text(port / "gid_attrs" / "ndevs" / path.name)))
+    return tuple(found)
+
+
+def choose_gid(port: Port) -> Gid | None:
+    """The address that a port is reached at: with Ethernet one of RoCE v2, an IPv4 address before a global IPv6 one before a link-local one.
+    None if it has no such. With InfiniBand the first, which goes along with the port's LID."""
+    if not port.ethernet:
+        return min(port.gids, key=lambda g: g.index, default=None)
+    routable = [g for g in port.gids if g.kind == "RoCE v2"]
+    return min(routable, key=lambda g: (not g.raw.startswith(_MAPPED), g.raw.startswith(_LINK_LOCAL), g.index), default=None)
+
+
+def choose_ports(ports: Sequence[Port], names: Sequence[str] = (), distances: Sequence[int] | None = None) -> list[Port]:
+    """The ports that this process uses: those that are up and have an address.
+
+    Args:
+        names: Only these: `device`, or `device:port`. Empty: all.
+        distances: From the NUMA node that this process is bound to, to each node: only the nearest ports are used then, and those whose node
+            is not known. None: it is not bound to one.
+    """
+    usable = [p for p in ports if p.up and choose_gid(p) is not None]
+    if names:
+        return [p for p in usable if p.device in names or str(p) in names]
+    if distances is None:
+        return usable
+    away = {p: distances[p.node] if 0 <= p.node < len(distances) else -1 for p in usable}
+    nearest = min((d for d in away.values() if d >= 0), default=-1)
+    return [p for p in usable if away[p] in (-1, nearest)]
+
+
+def near_node(root: Path = _NODES, cpus: set[int] | None = None) -> list[int] | None:
+    """The distances to all NUMA nodes from the one that this process may run on; None if it may run on several, or there is one."""
+    cpus = os.sched_getaffinity(0) if cpus is None else cpus
+    nodes = sorted(root.glob("node[0-9]*"), key=lambda p: int(p.name[4:]))
+    mine = [n for n in nodes if cpus & _cpus(_text(n / "cpulist"))]
+    if len(nodes) < 2 or len(mine) != 1:
+        return None
+    return [int(d) for d in _text(mine[0] / "distance").split()]
+
+
+def _cpus(text: str) -> set[int]:
+    """`0-3,8` as a set."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def network_bits(gid: Gid) -> int:
+    """How many leading bits of a RoCE address name its network: its interface's netmask. 128 where that cannot be told."""
+    if not gid.interface or not gid.raw.startswith(_MAPPED):
+        return 64 if gid.interface else 128
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            answer = fcntl.ioctl(s, _SIOCGIFNETMASK, struct.pack("256s", gid.interface.encode()[:15]))
+        except OSError:
+            return 128
+    return 96 + int.from_bytes(answer[20:24], "big").bit_count()
+
+
+def pair_rails(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Which of this process's rails read from which of the peer's: so many pairs that every rail of either end has its part.
+
+    A rail's partner is in its own network where there is one, else anywhere that may be routed to; among those the least used, the one of the
+    same place in the list first. Rails without a partner (another kind of network, another InfiniBand subnet) are left out.
+
+    Args:
+        mine, theirs: `ethernet` and `gid` (hexadecimal) of each; of mine also `network_bits`.
+    """
+    used = [0] * len(theirs)
+    pairs = []
+    able = [i for i, m in enumerate(mine) if any(_reaches(m, t) for t in theirs)]
+    for k in range(max(len(able), len(theirs)) if able else 0):
+        i = able[k % len(able)]
+        fits = [j for j, t in enumerate(theirs) if _reaches(mine[i], t)]
+        j = min(fits, key=lambda j: (not _same_network(mine[i], theirs[j]), used[j], (j - k) % len(theirs)))
+        used[j] += 1
+        pairs.append((i, j))
+    return list(dict.fromkeys(pairs))
+
+
+def _reaches(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a["ethernet"] == b["ethernet"] and (a["ethernet"] or a["gid"][:16] == b["gid"][:16])
+
+
+def _same_network(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    shift = 128 - a["network_bits"]
+    return int(a["gid"], 16) >> shift == int(b["gid"], 16) >> shift
+
+
+def split(address: int, nbytes: int, most: int, align: int = HUGE_PAGE) -> list[tuple[int, int]]:
+    """Memory in pieces that a device can register: `(address, nbytes)` each, of at most `most` bytes (0: no limit).
+
+    Pieces but the first begin at multiples of `align`, unless `most` is less than that.
+    """
+    if most <= 0 or nbytes <= most:
+        return [(address, nbytes)]
+    if most < align:
+        align = 1
+    pieces, at, end = [], address, address + nbytes
+    while at < end:
+        stop = min(end, (at + most) // align * align)
+        if stop <= at:
+            stop = min(end, at + most)
+        pieces.append((at, stop - at))
+        at = stop
+    return pieces
+
+
+def address_text(gid: str) -> str:
+    """A hexadecimal GID as people write it."""
+    raw = bytes.fromhex(gid)
+    return str(ipaddress.IPv4Address(raw[12:])) if raw.startswith(_MAPPED) else str(ipaddress.IPv6Address(raw))

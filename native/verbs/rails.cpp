@@ -1,0 +1,154 @@
+#include "rails.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace mcr::verbs {
+namespace {
+
+// A list of all devices, for as long as one of them is being opened.
+class Devices {
+ public:
+  Devices() : list_(library().get_device_list(&count_)) {
+    if (!list_ && errno != ENOSYS && errno != ENOENT)
+      throw Error(Failure::kTransport, std::string("the RDMA devices cannot be listed: ") + std::strerror(errno), "ibv_get_device_list", errno);
+  }
+  ~Devices() {
+    if (list_) library().free_device_list(list_);
+  }
+  Devices(const Devices&) = delete;
+  ibv_device** begin() const { return list_; }
+  ibv_device** end() const { return list_ ? list_ + count_ : nullptr; }
+
+ private:
+  int count_ = 0;
+  ibv_device** list_;
+};
+
+std::string text_of(const PortName& p) { return p.device + " port " + std::to_string(p.port); }
+
+[[noreturn]] void failed(const PortName& p, const char* op, int code, Failure failure = Failure::kTransport) {
+  throw Error(failure, text_of(p) + ": " + op + ": " + std::strerror(code), op, code);
+}
+
+Rail open_port(const PortName& name) {
+  const Library& v = library();
+  Rail rail;
+  rail.port.name = name;
+  Devices devices;
+  const auto found = std::find_if(devices.begin(), devices.end(), [&](ibv_device* d) { return name.device == v.get_device_name(d); });
+  if (found == devices.end()) throw Error(Failure::kUnavailable, "there is no RDMA device " + name.device, "ibv_open_device", ENODEV);
+  rail.context.reset(v.open_device(*found));
+  if (!rail.context) failed(name, "ibv_open_device", errno, Failure::kUnavailable);
+
+  ibv_device_attr device{};
+  if (const int e = v.query_device(rail.context.get(), &device)) failed(name, "ibv_query_device", e);
+  ibv_port_attr port{};  // the symbol fills in less than the structure has now
+  if (const int e = v.query_port(rail.context.get(), name.port, reinterpret_cast<_compat_ibv_port_attr*>(&port)))
+    failed(name, "ibv_query_port", e, Failure::kUnavailable);
+  if (port.state != IBV_PORT_ACTIVE) throw Error(Failure::kUnavailable, text_of(name) + " is not up", "ibv_query_port", ENETDOWN);
+  ibv_gid gid{};
+  if (v.query_gid(rail.context.get(), name.port, name.gid_index, &gid)) failed(name, "ibv_query_gid", errno);
+
+  Port& p = rail.port;
+  p.ethernet = port.link_layer == IBV_LINK_LAYER_ETHERNET;
+  p.lid = port.lid;
+  std::memcpy(p.gid.data(), gid.raw, p.gid.size());
+  p.mtu = port.active_mtu;
+  p.reads_out = uint32_t(std::max(device.max_qp_init_rd_atom, 0));
+  p.reads_in = uint32_t(std::max(device.max_qp_rd_atom, 0));
+  p.max_message = port.max_msg_sz;
+  p.max_registration = device.max_mr_size;
+  p.max_requests = uint32_t(std::max(device.max_qp_wr, 0));
+  p.max_completions = uint32_t(std::max(device.max_cqe, 0));
+  if (!p.reads_out || !p.reads_in || !p.max_message)
+    throw Error(Failure::kUnavailable, text_of(name) + " cannot do RDMA reads", "ibv_query_device", EOPNOTSUPP);
+  rail.domain.reset(v.alloc_pd(rail.context.get()));
+  if (!rail.domain) failed(name, "ibv_alloc_pd", errno);
+  rail.none.reset(v.create_cq(rail.context.get(), 1, nullptr, nullptr, 0));
+  if (!rail.none) failed(name, "ibv_create_cq", errno);
+  return rail;
+}
+
+std::string limit_text() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit)) return "unknown";
+  return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur) + " bytes";
+}
+
+}  // namespace
+
+std::shared_ptr<Rails> Rails::open(const std::vector<PortName>& ports) {
+  std::shared_ptr<Rails> out(new Rails);
+  out->pid_ = ::getpid();
+  out->pieces_ = std::make_shared<std::vector<Piece>>();
+  for (const PortName& p : ports) out->rails_.push_back(open_port(p));
+  return out;
+}
+
+Rails::~Rails() {
+  if (!in_child()) return;
+  // The descriptors are the parent's too: to undo anything here would undo it there.
+  for (MemoryPtr& m : memory_) m.release();
+  for (Rail& r : rails_) {
+    r.none.release();
+    r.domain.release();
+    r.context.release();
+  }
+}
+
+bool Rails::in_child() const { return ::getpid() != pid_; }
+
+void Rails::check_process() const {
+  if (in_child()) throw Error(Failure::kTransport, "RDMA devices that were opened before a fork cannot be used in the child", "fork", ECHILD);
+}
+
+std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes) {
+  check_process();
+  std::lock_guard lock(mutex_);
+  std::vector<Piece> pieces = *pieces_;
+  const auto at = std::lower_bound(pieces.begin(), pieces.end(), address, [](const Piece& p, uint64_t a) { return p.address < a; });
+  const bool wraps = !bytes || address + bytes < address;
+  if (wraps || (at != pieces.end() && at->address - address < bytes) || (at != pieces.begin() && address - std::prev(at)->address < std::prev(at)->bytes))
+    throw Error(Failure::kRegistration, std::to_string(bytes) + " bytes: empty, or registered already in part", "ibv_reg_mr", EINVAL);
+  Piece piece{address, bytes, {}};
+  std::vector<MemoryPtr> made;
+  std::vector<uint32_t> remote;
+  for (const Rail& rail : rails_) {
+    MemoryPtr m(library().reg_mr(rail.domain.get(), reinterpret_cast<void*>(address), bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ));
+    if (!m) {
+      const int code = errno;
+      std::string text = rail.port.name.device + " cannot register " + std::to_string(bytes) + " bytes, after " + std::to_string(registered_) +
+                         " before: " + std::strerror(code);
+      if (code == ENOMEM || code == EPERM)
+        text += " (RLIMIT_MEMLOCK is " + limit_text() + " here, and every registered byte is locked: raise it, `ulimit -l unlimited`)";
+      throw Error(Failure::kRegistration, text, "ibv_reg_mr", code);
+    }
+    piece.keys.push_back(m->lkey);
+    remote.push_back(m->rkey);
+    made.push_back(std::move(m));
+  }
+  pieces.insert(at, std::move(piece));
+  memory_.reserve(memory_.size() + made.size());
+  pieces_ = std::make_shared<const std::vector<Piece>>(std::move(pieces));
+  std::move(made.begin(), made.end(), std::back_inserter(memory_));
+  registered_ += bytes;
+  return remote;
+}
+
+std::shared_ptr<const std::vector<Piece>> Rails::pieces() const {
+  std::lock_guard lock(mutex_);
+  return pieces_;
+}
+
+std::vector<std::string> device_names() {
+  std::vector<std::string> out;
+  for (ibv_device* d : Devices()) out.emplace_back(library().get_device_name(d));
+  return out;
+}
+
+}  // namespace mcr::verbs
