@@ -61,16 +61,16 @@ cluster: $(STAMP) ## A Ray cluster of N=3 nodes on this machine, each with a net
 clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)
 
-# A compiler, and venv where Debian ships python3 without it.
-$(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/*.h native/pool/* native/columns/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
-	@sh scripts/debian-packages.sh $(PYTHON) ip=iproute2 tc=iproute2
+# A compiler, and venv where Debian ships python3 without it; libraries that Mooncake's engine needs.
+$(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/*.h native/pool/* native/peer/* native/columns/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
+	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 ip=iproute2 tc=iproute2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-test.txt
-	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11 mooncake-transfer-engine-non-cuda==0.3.13.post1
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 $(BENCH_STAMP): $(STAMP) requirements-bench.txt
-	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 iperf3=iperf3
+	@sh scripts/debian-packages.sh $(PYTHON) iperf3=iperf3
 	$(BIN)/python -m pip install -q --no-deps -r requirements-bench.txt
 	touch $@

@@ -16,7 +16,8 @@ from mooncake_ray.machine import machine_bytes
 __all__ = ["Config"]
 
 _CHOICES = {"huge_pages": ("auto", "hugetlb", "never"), "numa": ("auto", "off"), "mooncake_protocol": ("tcp", "rdma")}
-_NOT_SETTINGS = {"MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK"}  # what processes of this package tell each other
+# What processes of this package tell each other, and what must not be printed with the settings.
+_NOT_SETTINGS = {"MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK", "MOONCAKE_RAY_SECRET"}
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

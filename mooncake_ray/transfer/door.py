@@ -112,9 +112,12 @@ class Doorkeeper:
         name: str,
         pull: Callable[[bytes, bytes, float], pool.Pin],
         read: Callable[[bytes, bytes, np.ndarray, float], pool.Pin],
+        discard: Callable[[bytes], None],
     ) -> None:
-        """Raises OSError (EADDRINUSE) if another engine serves that name."""
-        self._pull, self._read = pull, read
+        """`discard`: gets the ids of what was `read`, once the askers have it.
+
+        Raises OSError (EADDRINUSE) if another engine serves that name."""
+        self._pull, self._read, self._discard = pull, read, discard
         self._listener = connection.Listener(name, "AF_UNIX", backlog=128)
         self._lock = threading.Lock()
         self._open: set[Any] = set()
@@ -160,8 +163,12 @@ class Doorkeeper:
                     conn.send_bytes(_FAILED + f"{type(e).__name__}\n{e}".encode())
                     continue
                 conn.send_bytes(_OK + pin.id)
-                conn.recv_bytes(_MOST)  # the asker has its own pin now, or gave up
-                del pin
+                try:
+                    conn.recv_bytes(_MOST)  # the asker has its own pin now, or gave up
+                finally:
+                    if operation == _READ:
+                        self._discard(pin.id)
+                    del pin
         except (EOFError, OSError):
             pass  # the asker is gone
         finally:

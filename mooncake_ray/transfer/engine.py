@@ -50,7 +50,7 @@ class Engine:
             self.register()
             self.peers = Peers(host=host, me=str(self.endpoint), secret=secret, config=config, transports=self.transports, gone=self._gone)
             self.puller = Puller(client, self.server, self.peers, directory, self._has_arena)
-            self._door = Doorkeeper(door, self.puller.pull, self.puller.read)
+            self._door = Doorkeeper(door, self.puller.pull, self.puller.read, lambda id: client.remove([id]))
         except BaseException:
             self._close_transports()
             raise

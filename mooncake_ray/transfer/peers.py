@@ -114,11 +114,11 @@ class Node:
                 link.close()
 
     @contextlib.contextmanager
-    def pinned(self, id: bytes, deadline: Deadline, *, bad_source: str = "", kept: Callable[[], bool] = lambda: False) -> Iterator[Pinned]:
+    def pinned(self, id: bytes, deadline: Deadline, *, bad_source: str = "", keep: bool = False) -> Iterator[Pinned]:
         """Pins an object there. Left without an error, the pin was held all the time: what was read meanwhile is what the object is.
 
         Args:
-            kept: Asked when the block is left: whether this node has the object now, and can serve it.
+            keep: This node has the object afterwards: it can serve it to others, and is told when it is gone (see `listen`).
 
         Raises:
             ObjectNotFoundError, ObjectLostError: it is not there.
@@ -139,6 +139,9 @@ class Node:
         found = Pinned(id, region, offset, nbytes, available, inline, source)
         if inline is not None:
             yield found
+            if keep:
+                with self.link(deadline.left(what)) as link:
+                    link.unpin([id], deadline.left(what), kept=True)
             return
         try:
             yield found
@@ -147,7 +150,7 @@ class Node:
                 link.unpin([id], _CONNECT_S)
             raise
         with self.link(deadline.left(what)) as link:
-            if not link.unpin([id], deadline.left(what), kept=kept()):
+            if not link.unpin([id], deadline.left(what), kept=keep):
                 raise TransportError(f"{what} was not pinned all the time it was read", "unpin", peer=str(self.endpoint))
 
     def read(self, ranges: np.ndarray, deadline: Deadline) -> None:

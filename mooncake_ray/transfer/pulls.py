@@ -148,6 +148,8 @@ class Puller:
                 except (TransportUnavailableError, PeerRefusedError):
                     raise
                 except TransportError as e:
+                    if e.errno == errno.EINVAL:
+                        raise  # it would be as wrong next time
                     last = str(e)
                     node.forget_connection()
                     count("remote_retries")
@@ -161,10 +163,9 @@ class Puller:
     def _copy(self, home: Node, id: bytes, deadline: Deadline) -> pool.Pin:
         """Makes a replica of what that node has."""
         what = f"object {id.hex()}"
-        lease: pool.Lease | None = None
         with contextlib.ExitStack() as undo:
             home.listen()
-            with home.pinned(id, deadline, kept=lambda: lease is not None) as there:
+            with home.pinned(id, deadline, keep=True) as there:
                 if there.inline is not None and there.nbytes <= pool.INLINE_MAX:
                     self._client.put_inline(id, there.inline, pool.KIND_REPLICA, id)
                     return self._client.get(id, deadline.left(what))
@@ -224,7 +225,7 @@ class Puller:
     # ---- parts of objects
 
     def read(self, pool_id: bytes, id: bytes, runs: np.ndarray, timeout_s: float) -> pool.Pin:
-        """Has some bytes of an object in an object of their own, one run after the other, pinned. It goes with its last pin.
+        """Has some bytes of an object in an object of their own, one run after the other, pinned. The caller removes it.
 
         Args:
             runs: uint64 (n, 2): offset in the object, nbytes.
@@ -257,6 +258,4 @@ class Puller:
 
         self._at_home(pool_id, f"bytes of object {id.hex()} of pool {pool_id.hex()[:8]}", deadline, fetch)
         lease.seal(pool.KIND_SELF, own)
-        pin = self._client.get(own, deadline.left("a partial read"))
-        self._client.remove([own])  # it goes with its last pin
-        return pin
+        return self._client.get(own, deadline.left("a partial read"))

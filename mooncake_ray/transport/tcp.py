@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["STREAMS", "Tcp"]
 
 STREAMS = 4
-_STREAM_BYTES = 1 << 20  # bytes a further stream takes at least
+_STREAM_BYTES = 4 << 20  # bytes below which a further stream gets nothing to do: links ask for so many at once
 
 
 @register_transport
@@ -138,12 +138,18 @@ class _Connection:
                 with self._change:
                     self._busy.append(link)
                     links.append(link)
+            self._still_open()
         except TransportError:
-            if not links:  # one stream less is slower, and no error
+            if not links or self.closed:  # one stream less is slower, and no error
+                self._give(links)
                 raise
+        except BaseException:
+            self._give(links)
+            raise
         finally:
             with self._change:
                 self._opening -= more
+                self._change.notify_all()
         return links
 
     @property

@@ -6,7 +6,7 @@ import errno
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_ray.config import Config
@@ -33,6 +33,7 @@ def transports(monkeypatch):
     return use
 
 
+@settings(deadline=None)
 @given(
     here=st.fixed_dictionaries({name: st.sampled_from(["", "no device here"]) for name in NAMES}),
     there=st.dictionaries(
@@ -90,6 +91,7 @@ rows = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0, 
 wild = st.integers(0, MAX) | st.integers(0, 70)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), wild, wild, wild), max_size=12), st.dictionaries(st.integers(0, 4), st.integers(1, 64)))
 def test_ranges_are_inside_their_regions(given_rows, sizes):
     ranges = np.array(given_rows, np.uint64).reshape(-1, 4)
@@ -102,6 +104,7 @@ def test_ranges_are_inside_their_regions(given_rows, sizes):
     assert refused.value.errno == errno.EINVAL
 
 
+@settings(deadline=None)
 @given(rows, st.integers(1, 70))
 def test_pieces_are_the_same_bytes(given_rows, most):
     ranges = np.array([r for r in given_rows if r[3]], np.uint64).reshape(-1, 4)
