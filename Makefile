@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all oracle native-test lint bench-setup bench stress soak cluster clean
+.PHONY: help setup demo test python-test test-all oracle native-test lint bench-setup bench stress chaos soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,9 +48,14 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench partial
 	$(BIN)/python -m bench driver
 	$(BIN)/python -m bench spill
+	$(BIN)/python -m bench pull
+	$(BIN)/python -m bench fanout
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)
+
+chaos: $(STAMP) ## Four nodes: cut links, kill nodes, brokers and services at random, and find nothing wrong (SECONDS=120)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress chaos --seconds $(or $(SECONDS),120)
 
 soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --minutes $(or $(MINUTES),30)

@@ -65,7 +65,8 @@ def join_ray(pool_bytes: int) -> None:
     if pool_bytes:
         import mooncake_ray
 
-        mooncake_ray.install(capacity_bytes=pool_bytes, prefault_bytes=pool_bytes, spill_dir="off")
+        # The smallest payload would go Ray's own way, and be compared with itself.
+        mooncake_ray.install(capacity_bytes=pool_bytes, prefault_bytes=pool_bytes, spill_dir="off", min_bytes=32 << 10)
     import ray
 
     ray.init(log_to_driver=False)
