@@ -69,7 +69,11 @@ def main():
     memory.write(b"\0" * 4096, 4096, 0)
     write = attempt(queues[0], completions, memory, e.IBV_WR_RDMA_WRITE, start, key, 4096)
     beyond = attempt(queues[1], completions, memory, e.IBV_WR_RDMA_READ, start + nbytes - 8, key, 16)
-    names = {e.IBV_WC_SUCCESS: "ok", e.IBV_WC_REM_ACCESS_ERR: "remote access error"}
+    names = {
+        e.IBV_WC_SUCCESS: "ok",
+        e.IBV_WC_REM_ACCESS_ERR: "remote access error",
+        e.IBV_WC_REM_INV_REQ_ERR: "remote invalid request error",
+    }
     say({"read": names.get(read, read), "digest": digest, "write": names.get(write, write), "beyond": names.get(beyond, beyond)})
 
 

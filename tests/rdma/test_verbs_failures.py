@@ -259,8 +259,8 @@ def test_locked_memory_is_limited():
     asked, limit = 16 * MIB, 8 * MIB
     out = said(
         in_a_process(
-            f"resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))\nos.setuid(65534)\n"
             "verbs = get_transport('verbs')(Config())\n"
+            f"resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))\nos.setuid(65534)\n"
             f"held = memory({asked}, 0)\n"
             f"verbs.register(Memory(0, held.ctypes.data, {MIB}))\n"
             f"try:\n    verbs.register(Memory(1, held.ctypes.data + {MIB}, {asked - MIB}))\n"
