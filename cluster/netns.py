@@ -149,6 +149,12 @@ class _Holder:
         return self._process.poll() is None
 
 
+def _file(path: str, text: str) -> list[str]:
+    """Shell commands that give a host a file of its own in place of one that there is."""
+    own = f"{PRIVATE}/{Path(path).name}"
+    return [f"printf '{text}' >{own}", f"(! [ -e {path} ] || mount --bind {own} {path})"]
+
+
 class Host:
     """A machine of its own, as far as its processes can tell, but for the CPUs, the clock and the disk."""
 
@@ -160,6 +166,8 @@ class Host:
             f"mount -t tmpfs -o size={shm_bytes},mode=1777 shm /dev/shm",
             f"mount -t tmpfs -o mode=1777 tmp {PRIVATE}",
             "ip link set lo up",
+            *_file("/etc/hosts", f"127.0.0.1 localhost\\n{self.address} host{number}\\n"),
+            *_file("/etc/resolv.conf", "nameserver 127.0.0.1\\n"),  # where nobody listens: a name is unknown at once
         ]
         new = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
         mac = f"02:00:c6:12:00:{number + 1:02x}"  # a host that comes back is known to its neighbours
@@ -230,11 +238,26 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
                 reached.append(pid)
+        if number == signal.SIGCONT:
+            self._wake()
         return reached
 
     def kill(self) -> None:
         """Ends the host with all that runs on it, at once, as a power cut does. Its link goes with it."""
         self._holder.end()
+        end = time.monotonic() + _START_S
+        while self._wake() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _wake(self) -> bool:
+        """Continues whoever waits for a command of this host: `nsenter` stops when its command is stopped. Whether there is one."""
+        start, found = self._holder.enter()[:2], False
+        for entry in os.scandir("/proc"):
+            with contextlib.suppress(OSError):  # it has ended
+                if entry.name.isdigit() and Path(f"/proc/{entry.name}/cmdline").read_text(errors="replace").split("\0")[:2] == start:
+                    os.kill(int(entry.name), signal.SIGCONT)
+                    found = True
+        return found
 
     def cut(self) -> None:
         """Takes the cable out: what is sent is lost, and nobody is told."""
