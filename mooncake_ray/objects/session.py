@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import socket
 import struct
 import threading
@@ -19,10 +20,10 @@ from mooncake_ray.counters import count, timed
 from mooncake_ray.errors import ConfigError, ObjectLostError, StoreError
 from mooncake_ray.objects import metrics
 from mooncake_ray.objects.lifetime import Lifetimes
-from mooncake_ray.store import node
+from mooncake_ray.store import devices, node
 from mooncake_ray.store.packing import Region
 
-__all__ = ["Session", "config", "configure", "current", "open_region", "recording"]
+__all__ = ["Session", "config", "configure", "current", "load", "open_region", "recording"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -41,6 +42,7 @@ class Session:
         return _key(self.worker) != self.key
 
     def renew(self, client: pool.Client) -> None:
+        devices.forget(self.client)
         self.client = client
         self.lifetimes.renew(client)
 
@@ -105,6 +107,8 @@ def _open(worker: Any) -> Session | None:
         if before is not None:
             before.renew(client)
             return before
+        if _session is not None:
+            devices.forget(_session.client)
         _session = Session(client, worker, settings, key)
         return _session
 
@@ -143,6 +147,12 @@ def open_region(pool_id: bytes, id: bytes) -> Region:
     if (opened := getattr(_recorder, "opened", None)) is not None:
         opened.append(region)
     return region
+
+
+def load(data: bytes, buffers: list[Any]) -> Any:
+    """Unpickles a value some of whose tensors were put from devices: they are copied side by side, and waited for once."""
+    with devices.loading(default=config().cuda_get):
+        return pickle.loads(data, buffers=buffers)
 
 
 _recorder = threading.local()
