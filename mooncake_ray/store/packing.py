@@ -238,6 +238,10 @@ class Packer:
         """Where these bytes are going to be: something that unpickles as a Region, and the offset in it."""
         return self.here, self.segments.add(address, nbytes, owner)
 
+    def fetch(self, device: str, array: Any) -> tuple[Any, int]:
+        """As `place`, for the bytes of an array on a device."""
+        return self.here, self.segments.add_download(device, array)
+
     def make(self, nbytes: int, copies: Iterable[tuple[int, int, int]], write: Callable[[np.ndarray], None]) -> tuple[Any, int]:
         """As `place`, for bytes that are made where they are going to be (see `Segments.add_made`)."""
         return self.here, self.segments.add_made(nbytes, copies, write)
@@ -301,8 +305,7 @@ class Packer:
                 base = base.contiguous()
         described = str(tensor.dtype).removeprefix("torch."), shape, keep_stride, tuple(base.shape), tensor.requires_grad
         if device:
-            offset = self.segments.add_download(device, devices.backend().raw(base))
-            return unpack_device_tensor, (self.here, offset, device, *described)
+            return unpack_device_tensor, (*self.fetch(device, devices.backend().raw(base)), device, *described)
         where, offset = self.place(base.data_ptr(), base.numel() * base.element_size(), base)
         return unpack_tensor, (where, offset, *described)
 

@@ -1,4 +1,4 @@
-"""Tensors on devices through Ray, on devices that pretend: they are as the host's tensors to whoever counts and frees, and go back where they were."""
+"""Tensors on devices through Ray, on devices that pretend: counted and freed as those of the host are, and back where they were."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import logging
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from fake_device import FakeDevices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench import gpu_check
 from mooncake_ray.config import Config
 from mooncake_ray.errors import ConfigError, GetTimeoutError
 from mooncake_ray.store import devices
 
 MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64]
 
 
@@ -297,3 +300,42 @@ def test_other_devices_are_none_of_ours(device):
 def test_nothing_is_loaded_without_need():
     code = "import sys, mooncake_ray.store; print([m for m in ('torch', 'mooncake_ray.store.cuda') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# ---- with a device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False: no CUDA device, or a PyTorch without CUDA")
+@pytest.mark.parametrize("name", gpu_check.CHECKS)
+def test_on_a_real_device(name):
+    """Each check in a process of its own: what CUDA has started in a process stays in it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_check", name], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_the_checks_say_that_there_is_no_device(capsys):
+    assert gpu_check.main([]) == 2
+    assert '"ok": false' in capsys.readouterr().out
+
+
+def test_the_checks_can_fail(monkeypatch, capsys):
+    """With a device that loses a bit, on what is not PyTorch's own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(gpu_check, "POOL_BYTES", 8 * MIB)
+    fake = FakeDevices().install(monkeypatch)
+
+    def one(store):
+        value = fake.on(torch.arange(5000), "cuda:0")
+        gpu_check.require(torch.equal(store.get(store.put(value)), value), "other bits")
+        return {"bytes": value.nbytes}
+
+    monkeypatch.setattr(gpu_check, "CHECKS", {"one": one})
+    assert gpu_check.main([]) == 0
+    good, fake.raw = fake.raw, lambda tensor: good(tensor).flip(0)
+    assert gpu_check.main(["one"]) == 1
+    assert "other bits" in capsys.readouterr().out
