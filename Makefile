@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all oracle native-test lint bench-setup bench stress chaos soak cluster clean
+.PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,16 @@ native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
 	$(BIN)/cmake -S native -B build/tsan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),1000000) -DMOONCAKE_SANITIZE=thread -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 	$(BIN)/cmake --build build/tsan
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure
+
+# Without the plugins that these tests do without: starting takes its time in an emulated machine.
+RDMA_PYTEST = env MOONCAKE_RDMA_REQUIRED=1 PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+	$(BIN)/python -m pytest -q -p no:cacheprovider -p pytest_timeout
+
+rdma-test: $(STAMP) rdma-two-guests ## RDMA, in an emulated machine with soft-RoCE (minutes)
+	scripts/rdma-vm.sh -t 1500 $(RDMA_PYTEST) tests/rdma
+
+rdma-two-guests: $(STAMP) ## RDMA between two emulated machines, on a wire that loses packets
+	$(BIN)/python tests/rdma/two_guests.py
 
 lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check .
@@ -67,7 +77,7 @@ clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)
 
 # A compiler, and venv where Debian ships python3 without it; libraries that Mooncake's engine needs.
-$(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/*.h native/pool/* native/peer/* native/columns/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
+$(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/*.h native/pool/* native/peer/* native/columns/* native/verbs/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
 	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 ip=iproute2 tc=iproute2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-test.txt

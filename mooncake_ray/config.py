@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -86,6 +87,9 @@ class Config:
     """Which RDMA devices are used: `device` or `device:port`, with commas between them. Default: all that are up and near."""
     rdma_traffic_class: int = 0
     """Of RDMA packets: how switches that keep some traffic from being lost know it."""
+    cuda_get: str = "as-put"
+    """Where tensors go that were put from CUDA devices. `as-put`: to the device of the same number, as Ray has it. `cpu`, `cuda` (the current
+    one) or `cuda:1`: all of them there."""
     metrics_interval_s: float = 5.0
     """How often metrics go to Ray's Prometheus endpoint. 0: never. Ray forgets a gauge after 20 s."""
     enabled: bool = True
@@ -111,6 +115,8 @@ class Config:
             raise ConfigError(f"arena_bytes must be at least 1 MiB, got {self.arena_bytes}")
         if not self.spill_low <= self.spill_high <= 1:
             raise ConfigError(f"spill_low <= spill_high <= 1 must hold, got {self.spill_low} and {self.spill_high}")
+        if not re.fullmatch(r"as-put|cpu|cuda(:\d+)?", self.cuda_get):
+            raise ConfigError(f"cuda_get must be 'as-put', 'cpu', 'cuda' or 'cuda:' and a number, got {self.cuda_get!r}")
         if self.spill_dir not in ("", "off") and not os.path.isabs(self.spill_dir):
             raise ConfigError(f"spill_dir must be an absolute path or 'off', got {self.spill_dir!r}")
 

@@ -39,7 +39,8 @@ as_root() {
 }
 
 packages() {
-  local wanted=(qemu-system-x86 busybox-static cpio kmod iproute2 python3-minimal rdma-core ibverbs-providers) name missing=()
+  local wanted=(qemu-system-x86 busybox-static cpio kmod iproute2 python3-minimal rdma-core ibverbs-providers
+    python3-pyverbs) name missing=()
   for name in "${wanted[@]}"; do
     dpkg-query -W -f '${Status}' "$name" 2>/dev/null | grep -q 'ok installed' || missing+=("$name")
   done

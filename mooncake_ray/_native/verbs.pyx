@@ -280,7 +280,7 @@ cdef class Reader:
             end = address
             for at, n, rkeys in pieces:
                 if at != end or n <= 0 or len(rkeys) != keys:
-                    raise ValueError(f"region {number}: a piece of {n} bytes at {at:#x} with {len(rkeys)} keys, after {end:#x}, of {keys} rails")
+                    raise ValueError(f"region {number}: {n} bytes at {at:#x} with {len(rkeys)} keys, after {end:#x}, of {keys} rails")
                 piece.address, piece.bytes, piece.keys = at, n, rkeys
                 region.pieces.push_back(piece)
                 end = at + n
@@ -291,8 +291,8 @@ cdef class Reader:
             self.c.get().set_regions(move(all))
 
     def read(self, const uint64_t[:, ::1] ranges not None, double timeout_s):
-        """Rows: region, offset, local address, nbytes. Raises TransportError, PeerLostError, KeyboardInterrupt; then, unless it was EINVAL, the
-        reader is closed, and nothing is written to the local memory any more."""
+        """Rows: region, offset, local address, nbytes. Raises TransportError, PeerLostError, KeyboardInterrupt; then, unless it was the
+        EINVAL of a wrong range or the end of waiting for its turn, the reader is closed, and nothing comes to the local memory any more."""
         if ranges.shape[1] != 4:
             raise ValueError(f"a range has 4 numbers, got {ranges.shape[1]}")
         cdef int64_t ns = <int64_t>(min(max(timeout_s, 0.0), 1e9) * 1e9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import socket
 import struct
 import threading
@@ -20,11 +21,11 @@ from mooncake_ray.errors import ConfigError, ObjectLostError, StoreError
 from mooncake_ray.objects import metrics, nodes
 from mooncake_ray.objects.elsewhere import Elsewhere
 from mooncake_ray.objects.lifetime import Lifetimes
-from mooncake_ray.store import node
+from mooncake_ray.store import devices, node
 from mooncake_ray.store.packing import Region
 from mooncake_ray.transfer.door import Door, door_name
 
-__all__ = ["Session", "config", "configure", "current", "open_region", "recording"]
+__all__ = ["Session", "config", "configure", "current", "load", "open_region", "recording"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -44,6 +45,7 @@ class Session:
         return _key(self.worker) != self.key
 
     def renew(self, client: pool.Client) -> None:
+        devices.forget(self.client)
         self.client = client
         self.lifetimes.renew(client)
 
@@ -108,6 +110,8 @@ def _open(worker: Any) -> Session | None:
         if before is not None:
             before.renew(client)
             return before
+        if _session is not None:
+            devices.forget(_session.client)
         _session = Session(client, worker, settings, key)
         nodes.start_with(key[1], settings)
         return _session
@@ -156,6 +160,12 @@ def open_region(pool_id: bytes, id: bytes) -> Region:
     if (opened := getattr(_recorder, "opened", None)) is not None:
         opened.append(region)
     return region
+
+
+def load(data: bytes, buffers: list[Any]) -> Any:
+    """Unpickles a value some of whose tensors were put from devices: they are copied side by side, and waited for once."""
+    with devices.loading(default=config().cuda_get):
+        return pickle.loads(data, buffers=buffers)
 
 
 _recorder = threading.local()

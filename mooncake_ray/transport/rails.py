@@ -150,10 +150,10 @@ def network_bits(gid: Gid) -> int:
 
 
 def pair_rails(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Which of this process's rails read from which of the peer's: so many pairs that every rail of either end has its part.
+    """Which of this process's rails read from which of the peer's, so that every rail that can have a part has one.
 
-    A rail's partner is in its own network where there is one, else anywhere that may be routed to; among those the least used, the one of the
-    same place in the list first. Rails without a partner (another kind of network, another InfiniBand subnet) are left out.
+    A rail's partners are in its own network where there are some, else anywhere that may be routed to; among those the least used, the one of
+    the same place in the list first. Rails without a partner (another kind of network, another InfiniBand subnet) are left out.
 
     Args:
         mine, theirs: `ethernet` and `gid` (hexadecimal) of each; of mine also `network_bits`.

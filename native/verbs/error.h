@@ -1,5 +1,6 @@
 // What goes wrong with RDMA, for callers who tell the cases apart.
 #pragma once
+#include <cstring>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -21,6 +22,11 @@ struct Error : std::runtime_error {
   const std::string op;  // the call that failed
   const int code;        // errno, or 0
 };
+
+// A call that failed on a device.
+inline Error call_failed(const std::string& device, const char* op, int code, Failure failure = Failure::kTransport) {
+  return Error(failure, device + ": " + op + ": " + std::strerror(code), op, code);
+}
 
 // `interrupted` said so while a read was waiting.
 struct Interrupted : std::exception {};

@@ -64,7 +64,8 @@ Loaded load() {
   find(t.fork_init, "ibv_fork_init");
   find(t.wc_status_str, "ibv_wc_status_str");
   if (!out.why.empty() || kernel_copies_pinned_pages()) return out;
-  if ((out.code = t.fork_init())) out.why = std::string("this kernel is older than 5.12, and ibv_fork_init failed: ") + std::strerror(out.code);
+  out.code = t.fork_init();
+  if (out.code) out.why = std::string("this kernel is older than 5.12, and ibv_fork_init failed: ") + std::strerror(out.code);
   return out;
 }
 

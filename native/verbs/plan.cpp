@@ -46,7 +46,8 @@ std::vector<Chunk> cut(std::span<const Range> ranges, const Regions& regions, st
       region = &found->second;
       number = r.region;
     }
-    if (r.bytes > region->bytes || r.offset > region->bytes - r.bytes) refuse(first, r, "it has " + std::to_string(region->bytes) + " bytes");
+    if (r.bytes > region->bytes || r.offset > region->bytes - r.bytes)
+      refuse(first, r, "it has " + std::to_string(region->bytes) + " bytes");
     for (; at < ranges.size(); ++at) {
       const Range& next = ranges[at];
       if (next.region != r.region || next.offset != r.offset + r.bytes || next.local != r.local + r.bytes) break;
@@ -61,7 +62,8 @@ std::vector<Chunk> cut(std::span<const Range> ranges, const Regions& regions, st
       if (!here) refuse(first, ranges[first], "the memory to read into is not registered");
       if (!there || remote - there->address >= there->bytes) there = piece_of(region->pieces, remote);
       if (!there) refuse(first, ranges[first], "the peer has not registered all of it");
-      const uint64_t n = std::min({r.bytes, uint64_t(largest), here->bytes - (r.local - here->address), there->bytes - (remote - there->address)});
+      const uint64_t left_here = here->bytes - (r.local - here->address), left_there = there->bytes - (remote - there->address);
+      const uint64_t n = std::min({r.bytes, uint64_t(largest), left_here, left_there});
       out.push_back({r.local, remote, uint32_t(here - mine.data()), uint32_t(n), there});
       r.local += n;
       remote += n;

@@ -35,13 +35,13 @@ struct Chunk {
   const Piece* remote_piece;
 };
 
-// Cuts `ranges` into chunks of at most `largest` bytes, in order. Neighbours in the list that are neighbours in memory, at both ends, are one
-// range. `mine`: this process's pieces, sorted by address. Ranges of no bytes are dropped. Throws Error(kTransport, EINVAL) for what is
+// Cuts `ranges` into chunks of at most `largest` bytes, in order. Neighbours in the list that are neighbours in memory, at both ends, are
+// one range. `mine`: this process's pieces, sorted by address. Ranges of no bytes are dropped. Throws Error(kTransport, EINVAL) for what is
 // inside no region, or not in registered memory; names the range.
 std::vector<Chunk> cut(std::span<const Range> ranges, const Regions& regions, std::span<const Piece> mine, uint32_t largest);
 
-// How many bytes a chunk should have, when a list of `bytes` bytes is spread over `queues` queues: few enough that every queue gets some and
-// that none has much left when the others are done; enough that a read is not all overhead. A multiple of 4096.
+// How many bytes a chunk should have, when a list of `bytes` bytes is spread over `queues` queues: few enough that every queue gets some
+// and that none has much left when the others are done; enough that a read is not all overhead. A multiple of 4096, or `largest`.
 uint32_t chunk_bytes(uint64_t bytes, size_t queues, uint32_t largest);
 
 }  // namespace mcr::verbs

@@ -15,7 +15,8 @@ constexpr uint32_t kPacketNumbers = 1 << 24;
 
 void modify(const Rail& rail, ibv_qp* queue, ibv_qp_attr& attributes, int mask, const char* state) {
   if (const int e = library().modify_qp(queue, &attributes, mask))
-    throw Error(Failure::kTransport, rail.port.name.device + ": a queue pair cannot be made ready to " + state + ": " + std::strerror(e), "ibv_modify_qp", e);
+    throw Error(Failure::kTransport, rail.port.name.device + ": a queue pair cannot be made ready to " + state + ": " + std::strerror(e),
+                "ibv_modify_qp", e);
 }
 
 uint32_t least(uint32_t out, uint32_t in) { return std::max(1u, std::min({out, in, kMostReads})); }
@@ -33,7 +34,7 @@ QueuePtr make_queue(const Rail& rail, ibv_cq* completions, uint32_t requests) {
   wanted.cap.max_recv_wr = 1;
   wanted.cap.max_send_sge = wanted.cap.max_recv_sge = 1;
   QueuePtr out(library().create_qp(rail.domain.get(), &wanted));
-  if (!out) throw Error(Failure::kTransport, rail.port.name.device + ": ibv_create_qp: " + std::strerror(errno), "ibv_create_qp", errno);
+  if (!out) throw call_failed(rail.port.name.device, "ibv_create_qp", errno);
   return out;
 }
 
@@ -45,7 +46,7 @@ End new_end(const ibv_qp& queue) {
 void to_receive(const Rail& rail, ibv_qp* queue, const FarPort& far, End end, uint32_t reads, unsigned access, const Manner& manner) {
   const Port& near = rail.port;
   if (near.ethernet != far.ethernet)
-    throw Error(Failure::kTransport, near.name.device + " and the peer's port are not of one kind of network", "ibv_modify_qp", ENETUNREACH);
+    throw Error(Failure::kTransport, near.name.device + " and the peer's port are not of one kind of network", "connect", ENETUNREACH);
   ibv_qp_attr a{};
   a.qp_state = IBV_QPS_INIT;
   a.port_num = near.name.port;
@@ -70,8 +71,9 @@ void to_receive(const Rail& rail, ibv_qp* queue, const FarPort& far, End end, ui
     a.ah_attr.grh.hop_limit = kHops;
     a.ah_attr.grh.traffic_class = manner.traffic_class;
   }
-  modify(rail, queue, a,
-         IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER, "receive");
+  constexpr int kMask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+                        IBV_QP_MIN_RNR_TIMER;
+  modify(rail, queue, a, kMask, "receive");
 }
 
 void to_send(const Rail& rail, ibv_qp* queue, End mine, uint32_t reads, const Manner& manner) {
@@ -82,7 +84,8 @@ void to_send(const Rail& rail, ibv_qp* queue, End mine, uint32_t reads, const Ma
   a.rnr_retry = manner.retries;
   a.sq_psn = mine.first_packet;
   a.max_rd_atomic = uint8_t(reads);
-  modify(rail, queue, a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC, "send");
+  constexpr int kMask = IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
+  modify(rail, queue, a, kMask, "send");
 }
 
 Responder::Responder(std::shared_ptr<Rails> rails, std::vector<size_t> on) : rails_(std::move(rails)), on_(std::move(on)) {

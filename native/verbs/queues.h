@@ -40,7 +40,7 @@ void to_receive(const Rail& rail, ibv_qp* queue, const FarPort& far, End end, ui
 // And to ask it.
 void to_send(const Rail& rail, ibv_qp* queue, End mine, uint32_t reads, const Manner& manner);
 
-// The end of a connection whose memory is read: its queue pairs can answer reads, and do nothing else. Only one thread may use it at a time.
+// The end of a connection whose memory is read: its queue pairs can answer reads, and do nothing else. For one thread at a time.
 class Responder {
  public:
   // `rails`: for each queue pair, the rail that it is on.

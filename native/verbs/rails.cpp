@@ -15,7 +15,7 @@ class Devices {
  public:
   Devices() : list_(library().get_device_list(&count_)) {
     if (!list_ && errno != ENOSYS && errno != ENOENT)
-      throw Error(Failure::kTransport, std::string("the RDMA devices cannot be listed: ") + std::strerror(errno), "ibv_get_device_list", errno);
+      throw call_failed("the RDMA devices", "ibv_get_device_list", errno);
   }
   ~Devices() {
     if (list_) library().free_device_list(list_);
@@ -32,7 +32,11 @@ class Devices {
 std::string text_of(const PortName& p) { return p.device + " port " + std::to_string(p.port); }
 
 [[noreturn]] void failed(const PortName& p, const char* op, int code, Failure failure = Failure::kTransport) {
-  throw Error(failure, text_of(p) + ": " + op + ": " + std::strerror(code), op, code);
+  throw call_failed(text_of(p), op, code, failure);
+}
+
+bool overlap(const Piece& p, uint64_t address, uint64_t bytes) {
+  return address - p.address < p.bytes || p.address - address < bytes;  // of two unsigned differences only one is small
 }
 
 Rail open_port(const PortName& name) {
@@ -104,7 +108,8 @@ Rails::~Rails() {
 bool Rails::in_child() const { return ::getpid() != pid_; }
 
 void Rails::check_process() const {
-  if (in_child()) throw Error(Failure::kTransport, "RDMA devices that were opened before a fork cannot be used in the child", "fork", ECHILD);
+  if (in_child())
+    throw Error(Failure::kTransport, "RDMA devices that were opened before a fork cannot be used in the child", "fork", ECHILD);
 }
 
 std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes) {
@@ -112,18 +117,19 @@ std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes) {
   std::lock_guard lock(mutex_);
   std::vector<Piece> pieces = *pieces_;
   const auto at = std::lower_bound(pieces.begin(), pieces.end(), address, [](const Piece& p, uint64_t a) { return p.address < a; });
-  const bool wraps = !bytes || address + bytes < address;
-  if (wraps || (at != pieces.end() && at->address - address < bytes) || (at != pieces.begin() && address - std::prev(at)->address < std::prev(at)->bytes))
+  const bool taken = std::any_of(pieces.begin(), pieces.end(), [&](const Piece& p) { return overlap(p, address, bytes); });
+  if (taken || !bytes || address + bytes < address)
     throw Error(Failure::kRegistration, std::to_string(bytes) + " bytes: empty, or registered already in part", "ibv_reg_mr", EINVAL);
   Piece piece{address, bytes, {}};
   std::vector<MemoryPtr> made;
   std::vector<uint32_t> remote;
   for (const Rail& rail : rails_) {
-    MemoryPtr m(library().reg_mr(rail.domain.get(), reinterpret_cast<void*>(address), bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ));
+    constexpr int kAccess = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ;
+    MemoryPtr m(library().reg_mr(rail.domain.get(), reinterpret_cast<void*>(address), bytes, kAccess));
     if (!m) {
       const int code = errno;
-      std::string text = rail.port.name.device + " cannot register " + std::to_string(bytes) + " bytes, after " + std::to_string(registered_) +
-                         " before: " + std::strerror(code);
+      std::string text = rail.port.name.device + " cannot register " + std::to_string(bytes) + " bytes, with " +
+                         std::to_string(registered_) + " bytes registered: " + std::strerror(code);
       if (code == ENOMEM || code == EPERM)
         text += " (RLIMIT_MEMLOCK is " + limit_text() + " here, and every registered byte is locked: raise it, `ulimit -l unlimited`)";
       throw Error(Failure::kRegistration, text, "ibv_reg_mr", code);

@@ -70,8 +70,8 @@ class Rails : public std::enable_shared_from_this<Rails> {
   size_t size() const { return rails_.size(); }
   const Rail& operator[](size_t i) const { return rails_[i]; }
 
-  // Lets every rail read into that memory, and peers read it. Returns the keys for peers, one a rail. Pins all its pages. The memory must stay
-  // mapped, and neither lie in nor contain memory that is registered already. Throws Error(kRegistration).
+  // Lets every rail read into that memory, and peers read it. Returns the keys for peers, one a rail. Pins all its pages. The memory must
+  // stay mapped, and have nothing in common with memory that is registered already. Throws Error(kRegistration).
   std::vector<uint32_t> add(uint64_t address, uint64_t bytes);
 
   // This process's pieces, sorted by address, with the keys for its own reads. Pieces that are added later are in later lists.

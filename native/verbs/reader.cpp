@@ -19,7 +19,8 @@ constexpr int64_t kAsk = 100'000'000;   // ns between looks at the clock and at 
 constexpr int kBytesBits = 32;          // of a request's id; the rest is its queue pair
 
 bool is_silence(ibv_wc_status s) {
-  return s == IBV_WC_RETRY_EXC_ERR || s == IBV_WC_RNR_RETRY_EXC_ERR || s == IBV_WC_RESP_TIMEOUT_ERR || s == IBV_WC_WR_FLUSH_ERR || s == IBV_WC_REM_ABORT_ERR;
+  return s == IBV_WC_RETRY_EXC_ERR || s == IBV_WC_RNR_RETRY_EXC_ERR || s == IBV_WC_RESP_TIMEOUT_ERR || s == IBV_WC_REM_ABORT_ERR ||
+         s == IBV_WC_WR_FLUSH_ERR;
 }
 
 }  // namespace
@@ -56,9 +57,10 @@ Reader::Reader(std::shared_ptr<Rails> rails, std::vector<size_t> on, const Manne
     lane.channel.reset(v.create_comp_channel((*rails_)[rail].context.get()));
     const uint32_t depth = std::min(kDepth, port.max_requests) * uint32_t(std::count(on.begin(), on.end(), rail));
     if (depth > port.max_completions)
-      throw Error(Failure::kTransport, port.name.device + " has room for " + std::to_string(port.max_completions) + " completions, not for " + std::to_string(depth), "ibv_create_cq", EINVAL);
+      throw Error(Failure::kTransport, port.name.device + ": at most " + std::to_string(port.max_completions) + " completions, not " +
+                  std::to_string(depth), "ibv_create_cq", EINVAL);
     if (lane.channel) lane.completions.reset(v.create_cq((*rails_)[rail].context.get(), int(depth), nullptr, lane.channel.get(), 0));
-    if (!lane.completions) throw Error(Failure::kTransport, port.name.device + ": ibv_create_cq: " + std::strerror(errno), "ibv_create_cq", errno);
+    if (!lane.completions) throw call_failed(port.name.device, "ibv_create_cq", errno);
     if (::fcntl(lane.channel->fd, F_SETFL, ::fcntl(lane.channel->fd, F_GETFL) | O_NONBLOCK)) throw_errno("fcntl");
     largest_ = largest_ ? std::min(largest_, port.max_message) : port.max_message;
     lanes_.push_back(std::move(lane));
@@ -122,7 +124,8 @@ void Reader::read(std::span<const Range> ranges, int64_t timeout_ns, bool (*inte
       throw e.code == ETIMEDOUT ? late() : e;
     }
   }
-  if (const std::string why = why_closed(); !why.empty()) throw Error(Failure::kTransport, "the connection is closed: " + why, "read", EBADF);
+  if (const std::string why = why_closed(); !why.empty())
+    throw Error(Failure::kTransport, "the connection is closed: " + why, "read", EBADF);
   const auto mine = rails_->pieces();
   std::shared_ptr<const Regions> theirs;
   {
@@ -163,11 +166,11 @@ void Reader::run(std::span<const Chunk> chunks, std::span<const Piece> mine, Tur
   }
 }
 
-// The queue pair with the fewest bytes under way, of those that take another request: a slow rail gets less.
-Reader::Queue* Reader::freest() {
-  Queue* best = nullptr;
-  for (const auto& q : queues_)
-    if (q->requests < q->depth && (!best || q->bytes < best->bytes)) best = q.get();
+// The queue pair with the fewest bytes under way, of those that take another request: a slow rail gets less. Their number if none does.
+size_t Reader::freest() const {
+  size_t best = queues_.size();
+  for (size_t i = 0; i < queues_.size(); ++i)
+    if (queues_[i]->requests < queues_[i]->depth && (best == queues_.size() || queues_[i]->bytes < queues_[best]->bytes)) best = i;
   return best;
 }
 
@@ -177,10 +180,10 @@ size_t Reader::post(std::span<const Chunk> chunks, std::span<const Piece> mine) 
   ibv_send_wr requests[kChain];
   size_t done = 0;
   while (done < chunks.size()) {
-    Queue* q = freest();
-    if (!q) break;
+    const size_t index = freest();
+    if (index == queues_.size()) break;
+    Queue* q = queues_[index].get();
     const size_t rail = lanes_[q->lane].rail;
-    const uint64_t index = uint64_t(std::find_if(queues_.begin(), queues_.end(), [&](const auto& other) { return other.get() == q; }) - queues_.begin());
     size_t n = 0;
     // Small requests go together, up to what one large one would bring: each call rings the device's bell once.
     for (uint64_t bytes = 0; n < kChain && done + n < chunks.size() && q->requests + n < q->depth; ++n) {
@@ -189,7 +192,7 @@ size_t Reader::post(std::span<const Chunk> chunks, std::span<const Piece> mine) 
       bytes += c.bytes;
       places[n] = {c.local, c.bytes, mine[c.local_piece].keys[rail]};
       requests[n] = {};
-      requests[n].wr_id = index << kBytesBits | c.bytes;
+      requests[n].wr_id = uint64_t(index) << kBytesBits | c.bytes;
       requests[n].sg_list = &places[n];
       requests[n].num_sge = 1;
       requests[n].opcode = IBV_WR_RDMA_READ;
@@ -200,7 +203,7 @@ size_t Reader::post(std::span<const Chunk> chunks, std::span<const Piece> mine) 
     }
     ibv_send_wr* bad = nullptr;
     if (const int e = ibv_post_send(q->pair.get(), requests, &bad))
-      throw Error(Failure::kTransport, (*rails_)[rail].port.name.device + ": ibv_post_send: " + std::strerror(e), "ibv_post_send", e);
+      throw call_failed(device_of(lanes_[q->lane]), "ibv_post_send", e);
     for (size_t i = 0; i < n; ++i) q->bytes += chunks[done + i].bytes;
     q->requests += uint32_t(n);
     done += n;
@@ -225,7 +228,7 @@ size_t Reader::collect() {
       }
       done += size_t(n);
     }
-    if (n < 0) throw Error(Failure::kTransport, (*rails_)[lane.rail].port.name.device + ": ibv_poll_cq failed", "ibv_poll_cq", EIO);
+    if (n < 0) throw call_failed(device_of(lane), "ibv_poll_cq", EIO);
   }
   return done;
 }
@@ -234,7 +237,7 @@ size_t Reader::collect() {
 void Reader::arm() {
   for (const Lane& lane : lanes_)
     if (const int e = ibv_req_notify_cq(lane.completions.get(), 0))
-      throw Error(Failure::kTransport, (*rails_)[lane.rail].port.name.device + ": ibv_req_notify_cq: " + std::strerror(e), "ibv_req_notify_cq", e);
+      throw call_failed(device_of(lane), "ibv_req_notify_cq", e);
 }
 
 // Until an event, or until it is time to look around.
@@ -254,9 +257,9 @@ void Reader::sleep(Turn& turn) {
 }
 
 void Reader::fail(const Queue& q, ibv_wc_status status) const {
-  const std::string device = (*rails_)[lanes_[q.lane].rail].port.name.device;
-  throw Error(is_silence(status) ? Failure::kPeerLost : Failure::kTransport, device + ": a read failed: " + library().wc_status_str(status), "read",
-              is_silence(status) ? ECONNRESET : EREMOTEIO);
+  const bool silence = is_silence(status);
+  throw Error(silence ? Failure::kPeerLost : Failure::kTransport,
+              device_of(lanes_[q.lane]) + ": a read failed: " + library().wc_status_str(status), "read", silence ? ECONNRESET : EREMOTEIO);
 }
 
 // No byte arrives once the queue pairs are gone.

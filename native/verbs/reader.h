@@ -28,8 +28,8 @@ class Reader {
   // What the peer has, for reads that begin from now on. Every piece has as many keys as the connected queues need.
   void set_regions(Regions regions);
 
-  // Reads all ranges, or throws: Error, Interrupted. After anything but Error(EINVAL) of a wrong range the queue pairs are gone, and no byte
-  // arrives any more. `interrupted` is asked when a signal comes, and now and then.
+  // Reads all ranges, or throws: Error, Interrupted. Then, unless it was the EINVAL of a wrong range or the end of waiting for its turn,
+  // the queue pairs are gone, and no byte arrives any more. `interrupted` is asked when a signal comes, and now and then.
   void read(std::span<const Range> ranges, int64_t timeout_ns, bool (*interrupted)());
 
   void close();  // a read that is under way ends with an error; waits for it
@@ -57,7 +57,8 @@ class Reader {
 
   void run(std::span<const Chunk> chunks, std::span<const Piece> mine, Turn& turn);
   size_t post(std::span<const Chunk> chunks, std::span<const Piece> mine);
-  Queue* freest();
+  size_t freest() const;
+  const std::string& device_of(const Lane& lane) const { return (*rails_)[lane.rail].port.name.device; }
   size_t collect();
   void arm();
   void sleep(Turn& turn);

@@ -31,11 +31,8 @@ class Worker:
     def stats(self):
         gc.collect()
         return mooncake_ray.pool_stats()
-    def counters(self):
-        from mooncake_ray.counters import snapshot
-        return dict(snapshot())
     def run(self, code):
-        scope = {"self": self, **globals()}
+        scope = {"self": self, "np": np, "torch": torch, "mooncake_ray": mooncake_ray}
         exec(code, scope)
         return scope.get("out")
 def workers(*nodes): return [Worker.options(**on(n)).remote() for n in nodes]

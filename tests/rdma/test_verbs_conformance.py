@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from transport_suite import TransportSuite
+import pytest
+from transport_suite import MIB, Target, TransportSuite
 
 
 class TestVerbs(TransportSuite):
     name = "verbs"
     serves_when_stopped = True
+
+    @pytest.fixture
+    def target(self, request):
+        """No larger than the test needs: filling and registering memory takes its time in an emulated machine."""
+        return Target((40 if "threads" in request.node.name else 18) * MIB)

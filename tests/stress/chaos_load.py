@@ -16,8 +16,6 @@ import time
 from collections import Counter
 from typing import Any
 
-import numpy as np
-
 from stress import content
 from stress.content import CorruptError
 from stress.outcome import eventually
@@ -108,13 +106,18 @@ class Actor:
             answer = f"!{took:.0f} s, until {answer}"
         return answer
 
-    def left(self) -> dict[str, int]:
-        """What there still is in the pool of this node."""
+    def left(self) -> dict[str, Any]:
+        """What there still is in the pool of this node, and who claims some of it."""
         import mooncake_ray
+        from mooncake_ray.objects import session
 
         gc.collect()
         stats = mooncake_ray.pool_stats()
-        return {name: stats[name] for name in _LEFT if stats[name]}
+        left: dict[str, Any] = {name: stats[name] for name in _LEFT if stats[name]}
+        if left and (here := session.current()):
+            rows = json.loads(here.client.inspect())["object_rows"]
+            left["rows"] = [[row["state"], row["size"], round(row["age_s"]), [c["kind"] for c in row["claims"]]] for row in rows[:8]]
+        return left
 
 
 class _Load:
@@ -256,7 +259,6 @@ def main(nodes: int, seed: int) -> None:
         print(json.dumps({"counts": load.counts, "violations": load.violations, **more}), flush=True)
 
     load = _Load(nodes, seed)
-    np.random.default_rng(seed)
     ray.get([a.left.remote() for a in load.actors])
     say()
     told = time.monotonic()
