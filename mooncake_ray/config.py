@@ -113,6 +113,8 @@ class Config:
 
         if 0 < self.arena_bytes < 1 << 20:
             raise ConfigError(f"arena_bytes must be at least 1 MiB, got {self.arena_bytes}")
+        if self.rdma_traffic_class > 255:
+            raise ConfigError(f"rdma_traffic_class must be at most 255, got {self.rdma_traffic_class}")
         if not self.spill_low <= self.spill_high <= 1:
             raise ConfigError(f"spill_low <= spill_high <= 1 must hold, got {self.spill_low} and {self.spill_high}")
         if not re.fullmatch(r"as-put|cpu|cuda(:\d+)?", self.cuda_get):

@@ -54,9 +54,10 @@ class Port:
         return f"{self.device}:{self.number}"
 
 
-def _text(path: Path) -> str:
+def _text(path: Path | str) -> str:
     try:
-        return path.read_text().strip()
+        with open(path, "rb", buffering=0) as file:
+            return file.read(4096).decode().strip()
     except OSError:  # an index that is not in use, or gone meanwhile
         return ""
 
@@ -82,12 +83,11 @@ def list_ports(root: Path = _SYSFS) -> list[Port]:
 
 def _gids(port: Path) -> tuple[Gid, ...]:
     found = []
-    for path in sorted((port / "gids").glob("*"), key=lambda p: int(p.name)):
-        text = _text(path).replace(":", "")
-        if not text.strip("0"):
-            continue
-        kind = _text(port / "gid_attrs" / "types" / path.name)
-        found.append(Gid(int(path.name), kind, bytes.fromhex(text), _text(port / "gid_attrs" / "ndevs" / path.name)))
+    for name in sorted(os.listdir(port / "gids"), key=int):  # some hundreds, of which few are in use
+        text = _text(f"{port}/gids/{name}").replace(":", "")
+        if text.strip("0"):
+            kind, interface = (_text(port / "gid_attrs" / what / name) for what in ("types", "ndevs"))
+            found.append(Gid(int(name), kind, bytes.fromhex(text), interface))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ import errno
 import json
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,9 +41,25 @@ _MOST_CONNECTIONS = 64  # of one session of a peer
 _MOST_QUEUES = 256  # of one connection
 
 
-def _ports(config: Config) -> list[_rails.Port]:
-    names = [n for n in config.rdma_devices.replace(" ", "").split(",") if n]
-    return _rails.choose_ports(_rails.list_ports(), names, _rails.near_node())
+def _usable(config: Config) -> tuple[list[_rails.Port], str]:
+    """The ports that are used, or why there is none."""
+    if _native is None:
+        return [], "this build has no RDMA: the headers of libibverbs were missing"
+    try:
+        names = _native.device_names()
+    except TransportUnavailableError as e:
+        return [], str(e)
+    there = _rails.list_ports()
+    if not there:
+        return [], "no RDMA device"
+    known = [p for p in there if p.device in names]
+    if not known:
+        return [], f"libibverbs has no driver for {', '.join(sorted({p.device for p in there}))}"
+    only = [n for n in config.rdma_devices.replace(" ", "").split(",") if n]
+    if chosen := _rails.choose_ports(known, only, _rails.near_node()):
+        return chosen, ""
+    of = f" of {', '.join(only)}" if only else ""
+    return [], f"no RDMA port{of} is up and has an address (there are {', '.join(map(str, there))})"
 
 
 @register_transport
@@ -73,13 +90,13 @@ class Verbs:
             timeout: An answer may take 4.096 us * 2**timeout before it is asked for again,
             retries: so many times (7: for ever, with some devices).
         """
-        if why := self.unavailable(config):
-            raise TransportUnavailableError(why, "connect", errno.ENODEV)
+        ports, why = _usable(config)
+        if why:
+            raise TransportUnavailableError(why, "open", errno.ENODEV)
         if not 1 <= queues <= 16:
             raise ValueError(f"queues must be 1 to 16, got {queues}")
         if not 0 < timeout < 32 or not 0 <= retries < 8:
             raise ValueError(f"timeout must be 1 to 31 and retries 0 to 7, got {timeout} and {retries}")
-        ports = _ports(config)
         gids = {p: gid for p in ports if (gid := _rails.choose_gid(p))}
         self._rails: Any = _native.Rails([(p.device, p.number, gid.index) for p, gid in gids.items()])
         self._ports = self._rails.ports()
@@ -91,27 +108,15 @@ class Verbs:
         self._manner = (timeout, retries, int(config.rdma_traffic_class), 0)
         self._lock = threading.Lock()
         self._regions: dict[int, list[Any]] = {}
-        self._sessions: dict[int, dict[str, Any]] = {}  # responders by session and connection
+        self._sessions: dict[
+            int, dict[tuple[str, int], Any]
+        ] = {}  # responders by session, and by who asked and the number of the connection
         self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._token, self._made = secrets.token_hex(8), 0  # who asks, and how many connections so far
 
     @classmethod
     def unavailable(cls, config: Config) -> str:
-        if _native is None:
-            return "this build has no RDMA: the headers of libibverbs were missing"
-        try:
-            names = _native.device_names()
-        except TransportUnavailableError as e:
-            return str(e)
-        there = _rails.list_ports()
-        if not there:
-            return "no RDMA device"
-        known = [p for p in there if p.device in names]
-        if not known:
-            return f"libibverbs has no driver for {', '.join(sorted({p.device for p in there}))}"
-        if [p for p in _ports(config) if p.device in names]:
-            return ""
-        only = f" of {config.rdma_devices!r}" if config.rdma_devices else ""
-        return f"no RDMA port{only} is up and has an address (there are {', '.join(map(str, there))})"
+        return _usable(config)[1]
 
     def register(self, memory: Memory) -> None:
         """Pins all of it, in as many pieces as the devices ask for. After an error close the transport: some pieces may be registered."""
@@ -138,44 +143,67 @@ class Verbs:
         return {"version": _VERSION, "rails": self._ports, "regions": regions}
 
     def accept(self, session: int, blob: bytes) -> bytes:
-        """Makes queue pairs for a peer's: `{"connect": name, "alive": names, "rails": [...], "queues": [[their rail, mine, *end], ...]}`."""
+        """Makes queue pairs for a peer's. Takes, as JSON, `by`: who asks; `connect`: the number of the connection; `alive`: those before it
+        that are still in use, the others are given up; `rails`; and `queues`: their rail, mine, and their end, for each."""
         try:
             asked = json.loads(blob)
-            name, alive, ports = str(asked["connect"]), set(map(str, asked["alive"])), asked["rails"]
+            name, alive, ports = (str(asked["by"]), int(asked["connect"])), set(map(int, asked["alive"])), asked["rails"]
             queues = [(ports[theirs], int(mine), (int(number), int(first))) for theirs, mine, number, first in asked["queues"]]
             if not 0 < len(queues) <= _MOST_QUEUES:
                 raise ValueError(f"{len(queues)} queue pairs, of at most {_MOST_QUEUES}")
-            with self._lock:
-                native = self._open()
-                mine = self._sessions.setdefault(session, {})
-                for old in mine.keys() - alive:
-                    del mine[old]
-                if len(mine) >= _MOST_CONNECTIONS:
-                    raise TransportError(f"a session has at most {_MOST_CONNECTIONS} connections", "exchange", errno.EMFILE)
-                mine[name] = responder = _native.Responder(native, [rail for _, rail, _ in queues])
+            native, mine = self._take_place(session, name, alive)
+            try:
+                responder = _native.Responder(native, [rail for _, rail, _ in queues])
                 for i, (port, _, end) in enumerate(queues):
                     responder.connect(i, port, end, self._manner)
-                return json.dumps({"ends": responder.ends()}).encode()
+            except BaseException:
+                with self._lock:
+                    mine.pop(name, None)
+                raise
+            with self._lock:
+                mine[name] = responder  # of a session that has ended meanwhile, nobody knows `mine` any more
+            return json.dumps({"ends": responder.ends()}).encode()
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as e:
             raise TransportError(f"a request for queue pairs that is not understood: {e!r}", "exchange", errno.EPROTO) from e
+
+    def _take_place(self, session: int, name: tuple[str, int], alive: set[int]) -> tuple[Any, dict[tuple[str, int], Any]]:
+        """Makes room for one more connection of a session: the open rails, and where to note the connection."""
+        with self._lock:
+            native = self._open()
+            mine = self._sessions.setdefault(session, {})
+            for by, number in list(mine):
+                # A later one than this may be on its way: what this one does not know of is not therefore closed.
+                if by == name[0] and number < name[1] and number not in alive:
+                    del mine[by, number]
+            if len(mine) >= _MOST_CONNECTIONS:
+                raise TransportError(f"a session has at most {_MOST_CONNECTIONS} connections", "exchange", errno.EMFILE)
+            mine[name] = None
+            return native, mine
 
     def ended(self, session: int) -> None:
         with self._lock:
             self._sessions.pop(session, None)
 
     def connect(self, peer: Peer, timeout_s: float) -> Connection:
-        """One exchange. `timeout_s` is what it may take in all."""
+        """One exchange, which has a deadline of its own."""
+        end = time.monotonic() + timeout_s
         with self._lock:
             native = self._open()
-            alive = [c.name for c in self._connections if c.is_open]
         connection = _Connection(peer, native, self._ports, self._queues, self._manner)
-        connection.open(alive, timeout_s)
         with self._lock:
-            if self._rails is not None:
-                self._connections.add(connection)
-                return connection
-        connection.close()
-        raise self._closed()
+            self._open()
+            self._made += 1
+            connection.number = self._made
+            alive = [c.number for c in self._connections if c.is_open]
+            self._connections.add(connection)
+        try:
+            connection.open(self._token, alive)
+            if time.monotonic() > end:
+                raise timed_out("connecting", timeout_s, str(peer))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def close(self) -> None:
         with self._lock:
@@ -198,7 +226,7 @@ class Verbs:
 
 class _Connection:
     def __init__(self, peer: Peer, native: Any, ports: Sequence[Mapping[str, Any]], queues: int, manner: tuple[int, ...]) -> None:
-        self.name = secrets.token_hex(8)
+        self.number = 0
         self._peer, self._ports = peer, ports
         try:
             if peer.description["version"] != _VERSION:
@@ -218,11 +246,13 @@ class _Connection:
         self._lock = threading.Lock()
         self._reader: Any = _native.Reader(native, [mine for mine, _ in self._pairs], manner)
 
-    def open(self, alive: list[str], timeout_s: float) -> None:
+    def open(self, by: str, alive: list[int]) -> None:
         """Has the peer make its ends, and leads the two to each other."""
         reader = self._reader
+        if reader is None:
+            raise TransportError("this connection is closed", "connect", errno.EBADF, str(self._peer))
         queues = [[*pair, *end] for pair, end in zip(self._pairs, reader.ends(), strict=True)]
-        blob = json.dumps({"connect": self.name, "alive": alive, "rails": self._ports, "queues": queues}).encode()
+        blob = json.dumps({"by": by, "connect": self.number, "alive": alive, "rails": self._ports, "queues": queues}).encode()
         answer = self._peer.exchange(blob)
         try:
             ends = [tuple(end) for end in json.loads(answer)["ends"]]
@@ -273,8 +303,8 @@ class _Connection:
     def _give(self, known: Mapping[int, Any]) -> None:
         with self._lock:
             reader = self._reader
-            if known is self._given or reader is None:
-                return
+            if reader is None or (self._given is not None and known.keys() <= self._given.keys()):
+                return  # regions only ever come; another thread may know of more by now
             try:
                 reader.set_regions(known, len(self._theirs))
             except (TypeError, ValueError, OverflowError) as e:

@@ -8,15 +8,17 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <optional>
 
 namespace mcr::verbs {
 namespace {
 
-constexpr uint32_t kDepth = 64;         // requests of a queue pair under way at most
-constexpr size_t kChain = 16;           // requests handed to the driver at once
-constexpr int kSpins = 200;             // polls before sleeping: some microseconds
-constexpr int64_t kAsk = 100'000'000;   // ns between looks at the clock and at `interrupted`
-constexpr int kBytesBits = 32;          // of a request's id; the rest is its queue pair
+constexpr uint32_t kDepth = 64;           // requests of a queue pair under way at most
+constexpr size_t kChain = 16;             // requests handed to the driver at once, …
+constexpr uint64_t kTogether = 64 << 10;  // … of so many bytes in all
+constexpr int kSpins = 200;               // polls before sleeping: some microseconds
+constexpr int64_t kAsk = 100'000'000;     // ns between looks at the clock and at `interrupted`
+constexpr int kBytesBits = 32;            // of a request's id; the rest is its queue pair
 
 bool is_silence(ibv_wc_status s) {
   return s == IBV_WC_RETRY_EXC_ERR || s == IBV_WC_RNR_RETRY_EXC_ERR || s == IBV_WC_RESP_TIMEOUT_ERR || s == IBV_WC_REM_ABORT_ERR ||
@@ -42,6 +44,30 @@ struct Reader::Turn {
     if (now >= deadline) throw Error(Failure::kTransport, "", "read", ETIMEDOUT);
   }
   int timeout_ms() const { return int(std::clamp<int64_t>((std::min(deadline, next) - now_ns()) / 1'000'000 + 1, 0, 1000)); }
+};
+
+class Reader::Busy {
+ public:
+  Busy(Reader& reader, Turn* turn) : reader_(reader) {  // without a turn: waits as long as it takes, which is until a read's deadline at most
+    std::unique_lock lock(reader.turn_mutex_);
+    while (reader.busy_) {
+      reader.turn_over_.wait_for(lock, std::chrono::nanoseconds(kAsk));
+      if (!turn) continue;
+      lock.unlock();  // `interrupted` may wait for something else
+      turn->look();
+      lock.lock();
+    }
+    reader.busy_ = true;
+  }
+  ~Busy() {
+    std::lock_guard lock(reader_.turn_mutex_);
+    reader_.busy_ = false;
+    reader_.turn_over_.notify_one();
+  }
+  Busy(const Busy&) = delete;
+
+ private:
+  Reader& reader_;
 };
 
 Reader::Reader(std::shared_ptr<Rails> rails, std::vector<size_t> on, const Manner& manner)
@@ -92,7 +118,7 @@ std::vector<End> Reader::ends() const {
 
 void Reader::connect(size_t queue, const FarPort& far, End end, size_t key) {
   rails_->check_process();
-  std::lock_guard lock(mutex_);
+  const Busy busy(*this, nullptr);
   Queue& q = *queues_.at(queue);
   if (!q.pair) throw Error(Failure::kTransport, "the connection is closed", "connect", EBADF);
   const Rail& rail = (*rails_)[lanes_[q.lane].rail];
@@ -116,13 +142,11 @@ void Reader::read(std::span<const Range> ranges, int64_t timeout_ns, bool (*inte
   const auto late = [&] {
     return Error(Failure::kTransport, "not read within " + std::to_string(timeout_ns / 1'000'000) + " ms", "read", ETIMEDOUT);
   };
-  std::unique_lock lock(mutex_, std::defer_lock);
-  while (!lock.try_lock_for(std::chrono::nanoseconds(std::clamp<int64_t>(turn.deadline - now_ns(), 0, kAsk)))) {
-    try {
-      turn.look();
-    } catch (const Error& e) {
-      throw e.code == ETIMEDOUT ? late() : e;
-    }
+  std::optional<Busy> busy;
+  try {
+    busy.emplace(*this, &turn);
+  } catch (const Error& e) {
+    throw e.code == ETIMEDOUT ? late() : e;
   }
   if (const std::string why = why_closed(); !why.empty())
     throw Error(Failure::kTransport, "the connection is closed: " + why, "read", EBADF);
@@ -185,10 +209,10 @@ size_t Reader::post(std::span<const Chunk> chunks, std::span<const Piece> mine) 
     Queue* q = queues_[index].get();
     const size_t rail = lanes_[q->lane].rail;
     size_t n = 0;
-    // Small requests go together, up to what one large one would bring: each call rings the device's bell once.
+    // Small requests go together: each call rings the device's bell once.
     for (uint64_t bytes = 0; n < kChain && done + n < chunks.size() && q->requests + n < q->depth; ++n) {
       const Chunk& c = chunks[done + n];
-      if (n && bytes + c.bytes > kDepth * 1024) break;
+      if (n && bytes + c.bytes > kTogether) break;
       bytes += c.bytes;
       places[n] = {c.local, c.bytes, mine[c.local_piece].keys[rail]};
       requests[n] = {};
@@ -279,7 +303,7 @@ void Reader::close() {
   if (rails_->in_child()) return;
   closing_ = true;
   if (const uint64_t one = 1; ::write(wake_.get(), &one, sizeof one) < 0 && errno != EAGAIN) throw_errno("write");
-  std::lock_guard lock(mutex_);
+  const Busy busy(*this, nullptr);
   tear_down("it was closed here");
 }
 

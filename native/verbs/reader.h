@@ -2,6 +2,7 @@
 // time, the others wait for their turn.
 #pragma once
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -54,6 +55,7 @@ class Reader {
     CompletionsPtr completions;
   };
   struct Turn;
+  class Busy;  // who has the queue pairs, for as long as it lives
 
   void run(std::span<const Chunk> chunks, std::span<const Piece> mine, Turn& turn);
   size_t post(std::span<const Chunk> chunks, std::span<const Piece> mine);
@@ -71,7 +73,9 @@ class Reader {
   std::vector<std::unique_ptr<Queue>> queues_;  // after what they report to
   uint32_t largest_ = 0;                        // bytes of a request
   Fd wake_;                                     // readable once the reader is to close
-  std::timed_mutex mutex_;                      // held for a read, and to change what it uses
+  std::mutex turn_mutex_;
+  std::condition_variable turn_over_;
+  bool busy_ = false;  // somebody has the queue pairs: reads with them, or changes them
   std::atomic<bool> closing_{false};
   mutable std::mutex small_mutex_;  // for what is below; held briefly
   std::shared_ptr<const Regions> regions_ = std::make_shared<Regions>();

@@ -48,7 +48,7 @@ def main():
     gid = str(context.query_gid(1, GID_INDEX))
     address = bytes.fromhex(gid.replace(":", ""))
     rail = {"ethernet": True, "lid": 0, "gid": address.hex(), "mtu": 5, "reads_out": 4, "reads_in": 4}
-    say({"connect": "pyverbs", "alive": [], "rails": [rail], "queues": [[0, 0, q.qp_num, FIRST] for q in queues]})
+    say({"by": "pyverbs", "connect": 1, "alive": [], "rails": [rail], "queues": [[0, 0, q.qp_num, FIRST] for q in queues]})
 
     heard = json.loads(sys.stdin.readline())
     for queue, (number, first) in zip(queues, heard["answer"]["ends"], strict=True):
