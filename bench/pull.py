@@ -4,6 +4,9 @@ Two nodes on this machine, each with a network of its own (see `cluster`); the l
 10 Gbit/s (`shaped`). What is timed is the get in an actor of the other node, of a value that was put for this get alone. `mooncake` is its
 transfer engine reading into memory that is registered and populated already, from one process to another, without any store. `floor` is
 iperf3, with as many streams as the pool uses; for latency, an echo over a TCP connection that is open already.
+
+Bytes are those of the value that the reader has in the end. The pool stores a verl batch without its padding, moves only that, and pads it
+again at the reader, so its rate can be more than the link's.
 """
 
 from __future__ import annotations
