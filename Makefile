@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress soak clean
+.PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,26 +67,34 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench partial
 	$(BIN)/python -m bench driver
 	$(BIN)/python -m bench spill
+	$(BIN)/python -m bench pull
+	$(BIN)/python -m bench fanout
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)
 
+chaos: $(STAMP) ## Four nodes: cut links, kill nodes, brokers and services at random, and find nothing wrong (SECONDS=120)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress chaos --seconds $(or $(SECONDS),120)
+
 soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --minutes $(or $(MINUTES),30)
+
+cluster: $(STAMP) ## A Ray cluster of N=3 nodes on this machine, each with a network of its own, to try things in by hand
+	$(BIN)/python -m cluster $(or $(N),3)
 
 clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)
 
-# A compiler, and venv where Debian ships python3 without it.
-$(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/*.h native/pool/* native/columns/* native/verbs/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
-	@sh scripts/debian-packages.sh $(PYTHON)
+# A compiler, and venv where Debian ships python3 without it; libraries that Mooncake's engine needs.
+$(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/*.h native/pool/* native/peer/* native/columns/* native/verbs/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
+	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 ip=iproute2 tc=iproute2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-test.txt
-	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11 mooncake-transfer-engine-non-cuda==0.3.13.post1
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 $(BENCH_STAMP): $(STAMP) requirements-bench.txt
-	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4
+	@sh scripts/debian-packages.sh $(PYTHON) iperf3=iperf3
 	$(BIN)/python -m pip install -q --no-deps -r requirements-bench.txt
 	touch $@

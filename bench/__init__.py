@@ -10,6 +10,8 @@ BENCHES = {
     "batch": "whole batches of a GRPO step: the pool, Ray, Mooncake, TransferQueue, pickle; bytes stored and seconds",
     "partial": "two of a stored batch's fields, and an eighth of its rows: bytes read and seconds",
     "driver": "eight producers to eight consumers, each needing rows of all: through the driver as refs, or as data",
+    "pull": "get what was put on another node, over a shaped link and a free one: the pool, Ray, Mooncake, iperf3",
+    "fanout": "one object to one reader, and to eight on four nodes, over shaped links",
     "spill": "a working set of four times the store: put all of it, then get all of it",
 }
 """Name of each bench, a module of this package, and what it measures."""

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.serving import ENVIRONMENTS
 
-__all__ = ["Fleet", "ServerError", "note"]
+__all__ = ["Fleet", "Popen", "ServerError", "note"]
 
+Popen = Callable[..., "subprocess.Popen[bytes]"]
 _ROOT = Path(__file__).resolve().parents[1]
 _START_TRIES = 3
 _START_S = 120.0
@@ -36,12 +37,12 @@ def note(text: str) -> None:
 
 
 class _Process:
-    def __init__(self, kind: str, command: Sequence[str]) -> None:
+    def __init__(self, kind: str, command: Sequence[str], popen: Popen = subprocess.Popen) -> None:
         self.kind = kind
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MOONCAKE_RAY"))}
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
-        self._process = subprocess.Popen(
+        self._process = popen(
             [sys.executable, "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -101,13 +102,17 @@ class _Process:
 class Fleet:
     """All processes of a run. A context manager: leaving it ends them."""
 
-    def __init__(self, module: str, subjects: Mapping[str, Sequence[str]], *arguments: object) -> None:
+    def __init__(
+        self, module: str, subjects: Mapping[str, Sequence[str]], *arguments: object, places: Mapping[str, Popen] | None = None
+    ) -> None:
         """
         Args:
             module: What the processes run (see `serving.serve`), with their kind as the first argument.
             subjects: Those that each kind of process holds.
             arguments: Further ones of every process.
+            places: What starts the processes of a kind, where it is not this machine that they run on.
         """
+        self._places = places or {}
         self._command, self._held, self._arguments = module, subjects, [str(a) for a in arguments]
         self._processes: dict[str, _Process] = {}
 
@@ -126,7 +131,9 @@ class Fleet:
         for kind in kinds:
             began = time.monotonic()
             for attempt in range(1, _START_TRIES + 1):
-                process = self._processes[kind] = _Process(kind, [self._command, kind, *self._arguments])
+                process = self._processes[kind] = _Process(
+                    kind, [self._command, kind, *self._arguments], self._places.get(kind, subprocess.Popen)
+                )
                 try:
                     process.receive(_START_S)
                     break

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ENVIRONMENTS", "serve", "start_ray"]
+__all__ = ["ENVIRONMENTS", "join_ray", "serve", "start_ray"]
 
 _RAY = {
     "RAY_worker_niceness": "0",
@@ -27,6 +27,7 @@ ENVIRONMENTS = {
     "zero-copy": {**_RAY, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"},
     "pool": _RAY,
     "mooncake": {},
+    "mooncake-home": {},
     "transferqueue": _RAY,
 }
 """What each kind of process needs in its environment."""
@@ -57,6 +58,18 @@ def start_ray(pool_bytes: int, store_bytes: int, spill_dir: str | None = None, c
         object_store_memory=min(store_bytes, _STORE_BESIDE_POOL_BYTES) if pool_bytes else store_bytes,
         object_spilling_directory=spill_dir,
     )
+
+
+def join_ray(pool_bytes: int) -> None:
+    """Joins the cluster of several nodes that this process was started in (see `cluster`); with a pool on each, unless `pool_bytes` is 0."""
+    if pool_bytes:
+        import mooncake_ray
+
+        # The smallest payload would go Ray's own way, and be compared with itself.
+        mooncake_ray.install(capacity_bytes=pool_bytes, prefault_bytes=pool_bytes, spill_dir="off", min_bytes=32 << 10)
+    import ray
+
+    ray.init(log_to_driver=False)
 
 
 def serve(make: Callable[[], Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,8 +16,9 @@ from mooncake_ray.machine import machine_bytes
 
 __all__ = ["Config"]
 
-_CHOICES = {"huge_pages": ("auto", "hugetlb", "never"), "numa": ("auto", "off")}
-_NOT_SETTINGS = {"MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK"}  # what processes of this package tell each other
+_CHOICES = {"huge_pages": ("auto", "hugetlb", "never"), "numa": ("auto", "off"), "mooncake_protocol": ("tcp", "rdma")}
+# What processes of this package tell each other, and what must not be printed with the settings.
+_NOT_SETTINGS = {"MOONCAKE_RAY_JOB", "MOONCAKE_RAY_CHAINED_RUNTIME_ENV_HOOK", "MOONCAKE_RAY_SECRET"}
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -68,14 +70,26 @@ class Config:
     """How much of the pool's memory one Ray job may have; it spills, and then waits, alone. 0: no quota."""
     put_timeout_s: float = 10.0
     """How long a put waits for room. Then Ray's own store takes the object (a `Store` raises StoreFullError)."""
+    pull_timeout_s: float = 60.0
+    """How long a get waits for what lies in another node's pool."""
+    transport: str = "auto"
+    """What moves bytes between nodes. `auto`: `verbs` (RDMA) where both ends have a device that is up, else `tcp`. A name (`verbs`, `tcp`,
+    `mooncake`, `shm`) must be usable at both ends, or a get raises TransportUnavailableError."""
+    host: str = ""
+    """The address of this node that its pool listens on for other nodes. Default: the node's address in Ray."""
     start_timeout_s: float = 30.0
     """How long to wait for a broker to start."""
     linger_s: float = 5.0
     """How long a broker stays after the last process has left it."""
+    mooncake_protocol: str = "tcp"
+    """What Mooncake's transfer engine moves bytes with, where it is the transport: `tcp` or `rdma`."""
     rdma_devices: str = ""
     """Which RDMA devices are used: `device` or `device:port`, with commas between them. Default: all that are up and near."""
     rdma_traffic_class: int = 0
     """Of RDMA packets: how switches that keep some traffic from being lost know it."""
+    cuda_get: str = "as-put"
+    """Where tensors go that were put from CUDA devices. `as-put`: to the device of the same number, as Ray has it. `cpu`, `cuda` (the current
+    one) or `cuda:1`: all of them there."""
     metrics_interval_s: float = 5.0
     """How often metrics go to Ray's Prometheus endpoint. 0: never. Ray forgets a gauge after 20 s."""
     enabled: bool = True
@@ -103,6 +117,8 @@ class Config:
             raise ConfigError(f"rdma_traffic_class must be at most 255, got {self.rdma_traffic_class}")
         if not self.spill_low <= self.spill_high <= 1:
             raise ConfigError(f"spill_low <= spill_high <= 1 must hold, got {self.spill_low} and {self.spill_high}")
+        if not re.fullmatch(r"as-put|cpu|cuda(:\d+)?", self.cuda_get):
+            raise ConfigError(f"cuda_get must be 'as-put', 'cpu', 'cuda' or 'cuda:' and a number, got {self.cuda_get!r}")
         if self.spill_dir not in ("", "off") and not os.path.isabs(self.spill_dir):
             raise ConfigError(f"spill_dir must be an absolute path or 'off', got {self.spill_dir!r}")
 

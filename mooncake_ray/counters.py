@@ -10,10 +10,16 @@ __all__ = ["count", "snapshot", "take", "timed", "timing"]
 
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
-_NAMES = ("adopted", "batch_bytes_read", "batch_bytes_written", "bytes_copied", "bytes_passed_on", "fallbacks", "opened", "routed")
+_NAMES = ("adopted", "batch_bytes_read", "batch_bytes_written", "bytes_copied", "bytes_from_devices", "bytes_passed_on", "bytes_to_devices")
+_NAMES += ("fallbacks", "opened", "routed")
 
 _TIMES = 1 << 14  # kept of each kind until they are fetched; then the oldest go
-_times: dict[str, deque[float]] = {"put": deque(maxlen=_TIMES), "get": deque(maxlen=_TIMES), "room": deque(maxlen=_TIMES)}
+_times: dict[str, deque[float]] = {
+    "put": deque(maxlen=_TIMES),
+    "get": deque(maxlen=_TIMES),
+    "room": deque(maxlen=_TIMES),
+    "remote": deque(maxlen=_TIMES),
+}
 _on = False
 
 

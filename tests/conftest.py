@@ -34,6 +34,12 @@ def eventually(condition: Callable[[], Any], what: object = "the condition") -> 
     return result
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the imports made needs no looking at in the collections of every test: they are most of its time otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
 class Scope:
     """A pool that nobody else uses, seen by a client that holds nothing in it. It spills only if it is told where."""
 

@@ -7,6 +7,7 @@ talks to the broker or copies releases the GIL. A `Lease` or a `Pin` keeps its c
 """
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo, PyBUF_SIMPLE, PyObject_GetBuffer, PyBuffer_Release
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.bytes cimport PyBytes_FromStringAndSize, PyBytes_AS_STRING
 from cpython.ref cimport PyObject, Py_INCREF
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
@@ -203,6 +204,12 @@ cdef object _refuse(Status s, bytes id, str what):
     return _errors.StoreError(f"{what}: the broker refused the request for object {id.hex()} (status {<int>s})")
 
 
+cdef void _drop_shared(object capsule) noexcept:
+    cdef shared_ptr[CClient]* shared = <shared_ptr[CClient]*>PyCapsule_GetPointer(capsule, "mcr::Client")
+    with nogil:
+        del shared
+
+
 cdef class Client:
     """One process's session with its node's broker. Thread-safe. In a forked child every call raises BrokerDiedError."""
     cdef shared_ptr[CClient] c
@@ -247,6 +254,10 @@ cdef class Client:
     def live(self):
         """Leases and pins of this process."""
         return self.c.get().live()
+
+    def shared(self):
+        """A capsule of the native client, for this package's other native modules."""
+        return PyCapsule_New(new shared_ptr[CClient](self.c), "mcr::Client", _drop_shared)
 
     def new_id(self):
         return _raw(self.c.get().new_id())

@@ -61,21 +61,29 @@ class Handle:
         """
         out = []
         for read in reads:
-            at, size = self.index.span_of(read.buffer)
-            starts, lengths = read.runs.starts, read.runs.lengths
-            if len(starts) and ((starts < 0) | (lengths < 0) | (starts + lengths > size)).any():
-                raise CorruptBlockError(
-                    f"buffer {read.buffer} of the batch has {size} bytes, a column is said to reach to {(starts + lengths).max()}"
-                )
+            starts, lengths = self.place(read)
             if read.runs.one:
-                first = at + int(starts[0])
-                out.append(self._memory[first : first + int(lengths[0])])
+                out.append(self._memory[starts[0] : starts[0] + lengths[0]])
             else:
                 got = kernels.empty(read.nbytes)
-                kernels.gather(self.address + at, starts, lengths, got.ctypes.data)
+                kernels.gather(self.address, starts, lengths, got.ctypes.data)
                 out.append(got)
         count("batch_bytes_read", sum(read.nbytes for read in reads))
         return out
+
+    def place(self, read: Read) -> tuple[np.ndarray, np.ndarray]:
+        """Where the runs of a read begin in the block, and their lengths: int64 (runs,) each.
+
+        Raises:
+            CorruptBlockError: the read reaches beyond its buffer.
+        """
+        at, size = self.index.span_of(read.buffer)
+        starts, lengths = read.runs.starts, read.runs.lengths
+        if len(starts) and ((starts < 0) | (lengths < 0) | (starts + lengths > size)).any():
+            raise CorruptBlockError(
+                f"buffer {read.buffer} of the batch has {size} bytes, a column is said to reach to {(starts + lengths).max()}"
+            )
+        return starts + at, lengths
 
     def verify(self) -> None:
         """Compares every byte with the checksums the block was stored with.

@@ -13,6 +13,7 @@ import numpy as np
 
 from mooncake_ray.counters import count
 from mooncake_ray.data.block import block
+from mooncake_ray.data.distant import Distant
 from mooncake_ray.data.lazy import Columns, Handle, Pending, Stored
 from mooncake_ray.data.proto import DataProto
 from mooncake_ray.store.packing import Call, Packer, Region
@@ -45,7 +46,7 @@ def pack(packer: Packer, rows: int, batch: Mapping[str, Any], arrays: Mapping[st
     if any(loaded) and packer.typed:
         encoded = block.encode(rows, *loaded, checksums=packer.checksums)
         where, offset = packer.make(encoded.nbytes, encoded.copies(), encoded.write)
-        handle = Call(open_block, (where, offset, encoded.nbytes))
+        handle = Call(open_block, (where, offset, encoded.nbytes, encoded.layout.head_bytes))
         stored = {name: Call(Stored, (handle, name)) for part in loaded for name in part if name not in encoded.left}
         count("batch_bytes_written", encoded.nbytes)
     return tuple({name: stored.get(name, column) for name, column in part.items()} for part in (batch, arrays))  # type: ignore[return-value]
@@ -62,12 +63,14 @@ def _rebuild(cls: type[DataProto], batch: dict[str, Any], arrays: dict[str, Any]
     return out
 
 
-def open_block(region: Region, offset: int, nbytes: int) -> Handle:
-    """The block at that place of a pool object, mapped for this process alone."""
+def open_block(region: Region, offset: int, nbytes: int, head_bytes: int) -> Handle:
+    """The block at that place of a pool object, mapped for this process alone, or read as it is needed where it is not on this node."""
+    if not region.is_here:
+        return Distant(region, offset, nbytes, head_bytes)
     return Handle(np.frombuffer(region.private(), np.uint8, nbytes, offset))
 
 
 def reduce_handle(packer: Packer, handle: Handle) -> Any:
     """Passes a stored block on: by its name where it is one of this pool, else as a copy."""
     where, offset = packer.place(handle.address, handle.nbytes, handle)
-    return open_block, (where, offset, handle.nbytes)
+    return open_block, (where, offset, handle.nbytes, handle.index.layout.head_bytes)

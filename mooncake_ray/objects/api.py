@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import ray
 from mooncake_ray import counters
 from mooncake_ray.errors import ConfigError
 from mooncake_ray.objects import install, routing, session
+from mooncake_ray.store import devices
 from mooncake_ray.store.frameworks import as_stored
 
 __all__ = ["free", "get", "pool_stats", "put", "stats", "wait"]
@@ -44,6 +46,7 @@ def get(
     form: Literal["as-put", "ragged", "padded"] = "as-put",
     lazy: bool = False,
     verify: bool = False,
+    device: str | None = None,
 ) -> Any:
     """`ray.get`; and rows and columns of stored batches, of which only the bytes that are asked for are read, all by one request.
 
@@ -60,6 +63,9 @@ def get(
             zeros. The last two give a `mooncake_ray.DataProto` whatever was put.
         lazy: A `DataProto` whose columns are loaded when they are first touched.
         verify: Compare the whole stored batch with the checksums it was put with.
+        device: Where tensors go: "cpu", or "cuda:0", to which they are copied straight from the pool. None: where they were put from (or where
+            `Config.cuda_get` says); those put from a CUDA device to the one of the same number, as Ray has it. Columns of batches that are
+            stored typed are loaded on the CPU: move those with `to()`.
 
     Raises:
         ObjectLostError (ours and Ray's): the bytes are gone from the pool: freed explicitly, or its broker died.
@@ -68,6 +74,11 @@ def get(
         IndexError: a row is out of range.
         CorruptBlockError: the stored bytes are damaged.
     """
+    if device is not None:
+        if not re.fullmatch(r"as-put|cpu|cuda(:\d+)?", device):
+            raise ValueError(f"device must be 'as-put', 'cpu', 'cuda' or 'cuda:' and a number, got {device!r}")
+        with devices.loading(device):
+            return get(refs, timeout=timeout, fields=fields, rows=rows, form=form, lazy=lazy, verify=verify)
     if hasattr(refs, "as_put") or fields is not None or rows is not None or form != "as-put" or lazy or verify:
         from mooncake_ray.objects.batches import get_batch  # needs torch
 

@@ -32,6 +32,7 @@ from ray._private import state as ray_state
 from mooncake_ray._native import pool
 from mooncake_ray.counters import count
 from mooncake_ray.errors import BrokerDiedError
+from mooncake_ray.store import devices
 
 __all__ = ["Lifetimes"]
 
@@ -245,6 +246,7 @@ class Lifetimes:
             if self.worker.connected:
                 self.reconnect()
         finally:
+            devices.forget(client)
             client.close()
             with self._lock:
                 if self._minter is not None and self.client is client:  # no other broker's

@@ -31,6 +31,7 @@ _A_WAIT_S = 0.01  # a create that takes longer has waited for room
 HISTOGRAMS = {
     "mooncake_ray_put_seconds": ("put", "Time to get room in the pool, copy the tensors of one value there, and publish them"),
     "mooncake_ray_get_seconds": ("get", "Time to pin and map one pool object"),
+    "mooncake_ray_remote_get_seconds": ("remote", "Time to get one object, or parts of one, from another node's pool"),
 }
 COUNTERS = {  # name → (what this process counts, description, tag)
     "mooncake_ray_puts": ("routed", "Values whose tensors went to the pool", ()),

@@ -29,7 +29,7 @@ from mooncake_ray.counters import count, timed
 from mooncake_ray.errors import BrokerDiedError, StoreError
 from mooncake_ray.objects import async_items, session
 from mooncake_ray.store.callsite import call_site
-from mooncake_ray.store.packing import Here, Packer, scan
+from mooncake_ray.store.packing import Call, Here, Packer, scan
 
 __all__ = ["Place", "RoutingPickle", "place_of", "state"]
 
@@ -141,6 +141,8 @@ def _route(obj: Any, smallest: int, place: Place, protocol: int | None, buffer_c
         with io.BytesIO() as file:
             _RayPickler(file, packer, protocol, buffers.append).dump(obj)
             data = file.getvalue()
+        if packer.segments.downloads:
+            data, buffers = _loaded_at_once(data, buffers, protocol)
         try:
             if packer.used:
                 with timed("put"):
@@ -158,6 +160,12 @@ def _route(obj: Any, smallest: int, place: Place, protocol: int | None, buffer_c
             buffer_callback(b)
         return data
     return None
+
+
+def _loaded_at_once(data: bytes, buffers: list[Any], protocol: int | None) -> tuple[bytes, list[Any]]:
+    """A pickle that loads that pickle by `session.load`."""
+    outer: list[Any] = []
+    return pickle.dumps(Call(session.load, (data, buffers)), protocol=protocol, buffer_callback=outer.append), outer
 
 
 @functools.cache
@@ -189,7 +197,7 @@ def _commit(here: session.Session, packer: _RayPacker, place: Place) -> None:
             state.token_of_put = token
         claim = (pool.KIND_TOKEN, token.binary(), place is _AN_ASYNC_RETURN)
     if lease is not None:
-        segments.fill(lease)
+        segments.fill(here.client, lease)
         lease.seal(*claim, foreign)
     else:
         here.client.claim(foreign, *claim)

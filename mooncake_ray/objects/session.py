@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import socket
 import struct
 import threading
@@ -17,12 +18,14 @@ from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.counters import count, timed
 from mooncake_ray.errors import ConfigError, ObjectLostError, StoreError
-from mooncake_ray.objects import metrics
+from mooncake_ray.objects import metrics, nodes
+from mooncake_ray.objects.elsewhere import Elsewhere
 from mooncake_ray.objects.lifetime import Lifetimes
-from mooncake_ray.store import node
+from mooncake_ray.store import devices, node
 from mooncake_ray.store.packing import Region
+from mooncake_ray.transfer.door import Door, door_name
 
-__all__ = ["Session", "config", "configure", "current", "open_region", "recording"]
+__all__ = ["Session", "config", "configure", "current", "load", "open_region", "recording"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -33,6 +36,7 @@ class Session:
     def __init__(self, client: pool.Client, worker: Any, config: Config, key: tuple[int, str]) -> None:
         self.client, self.worker, self.config, self.key = client, worker, config, key
         self.lifetimes = Lifetimes(client, worker, current)
+        self.door = Door(door_name(node.broker_name(key[1])))
         self.exporter = metrics.start(self, config.metrics_interval_s)
 
     @property
@@ -41,6 +45,7 @@ class Session:
         return _key(self.worker) != self.key
 
     def renew(self, client: pool.Client) -> None:
+        devices.forget(self.client)
         self.client = client
         self.lifetimes.renew(client)
 
@@ -85,7 +90,7 @@ def _open(worker: Any) -> Session | None:
             return _session
         settings = config()
         before = _session if _session is not None and _session.key == key else None
-        raylet = _pid_behind(worker.node.raylet_socket_name)
+        raylet = raylet_pid(worker.node)
         if before is not None and not raylet:
             return None  # the broker went because Ray goes
         job = worker.core_worker.get_current_job_id()
@@ -105,12 +110,20 @@ def _open(worker: Any) -> Session | None:
         if before is not None:
             before.renew(client)
             return before
+        if _session is not None:
+            devices.forget(_session.client)
         _session = Session(client, worker, settings, key)
+        nodes.start_with(key[1], settings)
         return _session
 
 
+def raylet_pid(ray_node: Any) -> int:
+    """The raylet of this node, with which its pool ends. 0 if it cannot be told."""
+    return _pid_behind(ray_node.raylet_socket_name)
+
+
 def _pid_behind(path: str) -> int:
-    """The process that serves a unix socket (here: the raylet, with which the pool ends). 0 if it cannot be told."""
+    """The process that serves a unix socket."""
     with socket.socket(socket.AF_UNIX) as s:
         try:
             s.connect(path)
@@ -136,13 +149,23 @@ def open_region(pool_id: bytes, id: bytes) -> Region:
     session = current()
     if session is None:
         raise ObjectLostError(f"object {id.hex()} lies in a pool, and this process has no connection to one")
-    if session.client.pool_id != pool_id:
+    region: Region
+    if session.client.pool_id == pool_id:
+        region = _Timed(session.client, id)
+    elif len(nodes.hosts()) > 1:
+        region = Elsewhere(session, pool_id, id)
+    else:
         raise ObjectLostError(f"object {id.hex()} lies in pool {pool_id.hex()[:8]}, this node's pool is {session.client.pool_id.hex()[:8]}")
-    region = _Timed(session.client, id)
     count("opened")
     if (opened := getattr(_recorder, "opened", None)) is not None:
         opened.append(region)
     return region
+
+
+def load(data: bytes, buffers: list[Any]) -> Any:
+    """Unpickles a value some of whose tensors were put from devices: they are copied side by side, and waited for once."""
+    with devices.loading(default=config().cuda_get):
+        return pickle.loads(data, buffers=buffers)
 
 
 _recorder = threading.local()

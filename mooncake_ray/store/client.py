@@ -15,7 +15,7 @@ from typing import Any
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.errors import ObjectLostError, ObjectNotFoundError, StoreError, StoreFullError
-from mooncake_ray.store import node
+from mooncake_ray.store import devices, node
 from mooncake_ray.store.callsite import call_site
 from mooncake_ray.store.packing import Here, Packer, Region
 
@@ -81,6 +81,7 @@ class Store:
             return client
         with self._lock:
             if not self._client.usable:
+                devices.forget(self._client)
                 self._client = node.connect(self._name, self.config, before=self._client)
             return self._client
 
@@ -109,26 +110,31 @@ class Store:
         start = _start_of_segments(len(blob)) if segments.nbytes else len(blob)
         lease = self.create(start + segments.nbytes, timeout_s)
         memoryview(lease)[: len(blob)] = blob
-        segments.fill(lease, start)
+        segments.fill(client, lease, start)
         return self.publish(lease)
 
-    def get(self, key: ObjectKey, timeout_s: float | None = None) -> Any:
-        """The value. Tensors are private copy-on-write views of the pool, arrays read-only views; both keep their memory alive.
+    def get(self, key: ObjectKey, timeout_s: float | None = None, device: str | None = None) -> Any:
+        """The value. Tensors are private copy-on-write views of the pool, arrays read-only views; both keep their memory alive. On
+        devices tensors are copies.
+
+        Args:
+            device: Where all its tensors go: "cpu", "cuda:0", …; None: where `config.cuda_get` says, by default back where they were put from.
 
         Raises:
             ObjectNotFoundError: freed, or never stored here.
             ObjectLostError: it went with a broker that died, or cannot be read back from the disk.
             GetTimeoutError: still being written after `timeout_s` seconds (None: no limit).
         """
-        pin = self._client_of(key).get(key.id, timeout_s, True)
-        raw = memoryview(pin)
+        client = self._client_of(key)
+        raw = memoryview(client.get(key.id, timeout_s, True))
         magic, n = _HEADER.unpack_from(raw) if len(raw) >= _HEADER.size else (b"", 0)
         if magic != _MAGIC:
             raise ObjectNotFoundError(f"object {key.id.hex()} was not stored by Store.put; use view()")
-        region = _Pinned(raw[_start_of_segments(_HEADER.size + n) :])
+        region = _Pinned(client, raw[_start_of_segments(_HEADER.size + n) :])
         outer, _loading.region = getattr(_loading, "region", None), region
         try:
-            return pickle.loads(raw[_HEADER.size : _HEADER.size + n])
+            with devices.loading(device, self.config.cuda_get):
+                return pickle.loads(raw[_HEADER.size : _HEADER.size + n])
         finally:
             _loading.region = outer
 
@@ -183,6 +189,7 @@ class Store:
         if self._closed:
             return
         self._closed = True
+        devices.forget(self._client)
         if not self._client.usable:  # the next broker may have what is this store's, and wait for it
             with contextlib.suppress(StoreError):
                 pool.Client.connect(self._name, node.process_label(), "", self._client).close()
@@ -208,8 +215,8 @@ class _Pinned(Region):
 
     __slots__ = ()
 
-    def __init__(self, segments: memoryview) -> None:
-        self._private = segments
+    def __init__(self, client: pool.Client, segments: memoryview) -> None:
+        self.client, self._private = client, segments
 
 
 def _start_of_segments(blob_bytes: int) -> int:

@@ -18,6 +18,7 @@ _REDUCERS = {  # class → function(packer, obj) that gives a reduction, or NotI
     "mooncake_ray.data.proto:DataProto": "mooncake_ray.data.packed:reduce_batch",
     "mooncake_ray.data.lazy:Handle": "mooncake_ray.data.packed:reduce_handle",
     "verl.protocol:DataProto": "mooncake_ray.integrations.verl:reduce_batch",
+    "cupy:ndarray": "mooncake_ray.store.cupy_arrays:reduce_array",
     "tensordict._td:TensorDict": "mooncake_ray.integrations.tensordict:reduce_tensordict",
 }
 _known: dict[type, Callable[[Any, Any], Any] | None] = {}

@@ -1,14 +1,16 @@
 """How tensors and arrays leave a pickle for the pool, and come back as views of it.
 
-A `Packer` is asked for every object that is pickled. For a dense CPU tensor or a NumPy array it notes the memory as a segment of the pool
+A `Packer` is asked for every object that is pickled. For a dense tensor or a NumPy array it notes the memory as a segment of the pool
 object to be, and answers with a reduction that names the segment: what goes through the pickle is some hundred bytes. Everything else,
-and whatever cannot be expressed as plain strided memory (sparse, quantised, CUDA, object dtype, …), is pickled as usual.
+and whatever cannot be expressed as plain strided memory (sparse, quantised, object dtype, …), is pickled as usual. Tensors on CUDA devices are
+copied from there straight into the pool object, and back (see `devices`).
 
 Torch is looked up, never imported: a process that has no torch has no tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_ray.store import frameworks
+from mooncake_ray.store import devices, frameworks
 
-__all__ = ["Call", "Packer", "Region", "Segments", "aligned", "scan", "unpack_array", "unpack_tensor"]
+__all__ = ["Call", "Packer", "Region", "Segments", "aligned", "scan", "unpack_array", "unpack_device_tensor", "unpack_tensor"]
 
 _ALIGN = 64  # bytes: a cache line, and enough for every dtype
 _PAGE = 4096  # bytes: large segments start on a page
@@ -46,6 +48,8 @@ class Segments:
     owners: list[Any] = field(default_factory=list)
     written: list[tuple[int, int, Callable[[np.ndarray], None]]] = field(default_factory=list)
     """`(offset, nbytes, write)` of what is made in its place: `write` gets those bytes, once the parts are copied."""
+    downloads: list[tuple[int, str, Any]] = field(default_factory=list)
+    """`(offset, device, array of bytes)`, as `devices.download` takes them."""
 
     def add(self, address: int, nbytes: int, owner: Any) -> int:
         """Notes `nbytes` bytes at `address`, which `owner` keeps alive. Returns their offset in the object."""
@@ -65,11 +69,21 @@ class Segments:
         self.held += nbytes
         return offset
 
-    def fill(self, lease: Any, start: int = 0) -> None:
-        """Writes everything into a lease, `start` bytes from its beginning."""
-        lease.copy([(start + offset, address, n) for offset, address, n in self.parts] if start else self.parts)
-        for offset, nbytes, write in self.written:
-            write(np.frombuffer(lease, np.uint8, nbytes, start + offset))
+    def add_download(self, device: str, array: Any) -> int:
+        """Notes the bytes of an array on a device. Returns their offset."""
+        offset = aligned(self.nbytes, len(array))
+        self.downloads.append((offset, device, array))
+        self.nbytes = offset + len(array)
+        self.held += len(array)
+        return offset
+
+    def fill(self, client: Any, lease: Any, start: int = 0) -> None:
+        """Writes everything into a lease of that client, `start` bytes from its beginning. Devices and the host copy at the same time."""
+        downloads = [(start + offset, device, array) for offset, device, array in self.downloads]
+        with devices.download(client, lease, downloads) if downloads else contextlib.nullcontext():
+            lease.copy([(start + offset, address, n) for offset, address, n in self.parts] if start else self.parts)
+            for offset, nbytes, write in self.written:
+                write(np.frombuffer(lease, np.uint8, nbytes, start + offset))
 
 
 class Region:
@@ -98,6 +112,19 @@ class Region:
     def _pin(self, writable: bool) -> Any:
         return self.client.get(self.id, _SEAL_S, writable)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the object is in this node's pool, as far as is known without asking."""
+        return True
+
+    def read(self, runs: np.ndarray) -> np.ndarray:
+        """Some bytes of an object that is not here: uint8 (bytes,), private, one run after the other.
+
+        Args:
+            runs: uint64 (n, 2): offset in the object, nbytes.
+        """
+        raise NotImplementedError
+
 
 class Here:
     """Stands in a pickle for the pool object that the pickle's own segments go to."""
@@ -120,23 +147,44 @@ def unpack_tensor(
     packed: tuple[int, ...],
     requires_grad: bool,
 ) -> Any:
-    """A private copy-on-write view of a region, as a tensor. Keeps the pinned memory alive.
+    """A private copy-on-write view of a region, as a tensor. Keeps the pinned memory alive. A copy on a device where `devices.loading` says so.
 
     Args:
         packed: Shape of what is stored, row-major. Differs from `shape` where the tensor was expanded.
         stride: Strides in elements for a dense tensor that is not row-major, else None.
     """
+    return unpack_device_tensor(region, offset, "cpu", dtype, shape, stride, packed, requires_grad)
+
+
+def unpack_device_tensor(
+    region: Region,
+    offset: int,
+    put_from: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None,
+    packed: tuple[int, ...],
+    requires_grad: bool,
+) -> Any:
+    """As `unpack_tensor`, for one that was put from a device: a copy on the device of that name here, or where `devices.loading` says.
+
+    Raises:
+        RuntimeError: There is no such device here. As plain unpickling.
+    """
     import torch
 
     kind = getattr(torch, dtype)
-    count = kind.itemsize
+    nbytes = kind.itemsize
     for n in packed:
-        count *= n
-    flat = torch.frombuffer(region.private(), dtype=torch.uint8, count=count, offset=offset).view(kind)
-    if stride is not None:
-        tensor = flat.as_strided(shape, stride)
+        nbytes *= n
+    if (device := devices.wanted(put_from)) == "cpu":
+        tensor = torch.frombuffer(region.private(), dtype=torch.uint8, count=nbytes, offset=offset).view(kind)
     else:
-        tensor = flat.view(packed)
+        tensor = devices.upload(region, offset, nbytes, device).view(kind)
+    if stride is not None:
+        tensor = tensor.as_strided(shape, stride)
+    else:
+        tensor = tensor.view(packed)
         if packed != shape:
             tensor = tensor.expand(shape)
     return tensor.requires_grad_() if requires_grad else tensor
@@ -203,6 +251,10 @@ class Packer:
         """Where these bytes are going to be: something that unpickles as a Region, and the offset in it."""
         return self.here, self.segments.add(address, nbytes, owner)
 
+    def fetch(self, device: str, array: Any) -> tuple[Any, int]:
+        """As `place`, for the bytes of an array on a device."""
+        return self.here, self.segments.add_download(device, array)
+
     def make(self, nbytes: int, copies: Iterable[tuple[int, int, int]], write: Callable[[np.ndarray], None]) -> tuple[Any, int]:
         """As `place`, for bytes that are made where they are going to be (see `Segments.add_made`)."""
         return self.here, self.segments.add_made(nbytes, copies, write)
@@ -234,9 +286,10 @@ class Packer:
         torch = sys.modules["torch"]
         cls = type(tensor)
         try:
+            device = devices.location(tensor) if cls is torch.Tensor else ""
             plain = (
                 tensor.layout is torch.strided
-                and tensor.device.type == "cpu"
+                and (device or tensor.device.type == "cpu")
                 and tensor.nbytes >= self.smallest
                 and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
                 and not tensor._backward_hooks
@@ -247,11 +300,12 @@ class Packer:
         if not plain or cls.__reduce_ex__ is not torch.Tensor.__reduce_ex__:
             return NotImplemented
         state = torch._utils._get_obj_state(tensor)
+        unpack, packed = self._pack_tensor(tensor, device)
         if cls is torch.Tensor and not state:
-            return unpack_tensor, self._pack_tensor(tensor)
-        return torch._tensor._rebuild_from_type_v2, (unpack_tensor, cls, self._pack_tensor(tensor), state)
+            return unpack, packed
+        return torch._tensor._rebuild_from_type_v2, (unpack, cls, packed, state)
 
-    def _pack_tensor(self, tensor: Any) -> tuple[Any, ...]:
+    def _pack_tensor(self, tensor: Any, device: str) -> tuple[Any, tuple[Any, ...]]:
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         base, keep_stride = tensor.detach(), None
         if not base.is_contiguous():
@@ -262,10 +316,11 @@ class Packer:
                 keep_stride = stride
             else:
                 base = base.contiguous()
-        nbytes = base.numel() * base.element_size()
-        where, offset = self.place(base.data_ptr(), nbytes, base)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return where, offset, dtype, shape, keep_stride, tuple(base.shape), tensor.requires_grad
+        described = str(tensor.dtype).removeprefix("torch."), shape, keep_stride, tuple(base.shape), tensor.requires_grad
+        if device:
+            return unpack_device_tensor, (*self.fetch(device, devices.backend().raw(base)), device, *described)
+        where, offset = self.place(base.data_ptr(), base.numel() * base.element_size(), base)
+        return unpack_tensor, (where, offset, *described)
 
 
 def _exports(array: np.ndarray) -> bool:

@@ -88,6 +88,9 @@ class Peer:
 class Connection(Protocol):
     """A way to read one peer's memory. Threads may share it; how many reads are under way at once is up to it."""
 
+    closed: bool
+    """True once it has failed or was closed: whoever wants to read on connects anew."""
+
     def read(self, ranges: np.ndarray, timeout_s: float) -> None:
         """Reads all ranges, in any order, before the deadline.
 

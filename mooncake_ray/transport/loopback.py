@@ -78,14 +78,14 @@ class Loopback:
 class _Connection:
     def __init__(self, here: Loopback, there: Loopback, peer: Peer) -> None:
         self._here, self._there, self._peer = here, there, peer
-        self._open = True
+        self.closed = False
 
     def read(self, ranges: np.ndarray, timeout_s: float) -> None:
         with self._there.lock:
-            if not self._open or not self._here.is_open:
+            if self.closed or not self._here.is_open:
                 raise TransportError("this connection is closed", "read", errno.EBADF, str(self._peer))
             if not self._there.is_open:
-                self._open = False
+                self.closed = True
                 raise PeerLostError(f"{self._peer} is closed", "read", errno.ECONNRESET, str(self._peer))
             memory = self._there.memory
             for region, offset, local, nbytes in checked_ranges(ranges, {i: m.nbytes for i, m in memory.items()}).tolist():
@@ -93,4 +93,4 @@ class _Connection:
 
     def close(self) -> None:
         with self._there.lock:
-            self._open = False
+            self.closed = True

@@ -75,6 +75,7 @@ class Client : public std::enable_shared_from_this<Client> {
   uint64_t capacity() const { return capacity_; }
   const uint8_t* pool_id() const { return pool_id_; }
   bool usable() const;  // not closed, not forked, broker not known to be dead
+  bool broker_lives();   // asks the kernel
   ObjectId new_id() { return {session_, next_.fetch_add(1, std::memory_order_relaxed)}; }
 
   struct Place {
@@ -138,7 +139,6 @@ class Client : public std::enable_shared_from_this<Client> {
   void checkin(Fd fd);
   Reply call(Request q, const void* body = nullptr, size_t len = 0, std::string* text = nullptr, std::vector<Fd>* fds = nullptr);
   std::shared_ptr<ArenaMap> arena(uint64_t index);  // null: there is no such arena
-  bool broker_lives();
   bool own_copy(View* v, const Reply& r, const std::byte* from, int file);
   struct Hold;
   void post(const Request& q, const void* body = nullptr, size_t len = 0) noexcept;

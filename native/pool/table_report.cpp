@@ -1,4 +1,5 @@
 // What the table tells people: JSON, and why a put found no room.
+#include <iterator>
 #include <algorithm>
 #include <cstdio>
 
@@ -95,12 +96,12 @@ std::string Table::object_rows() const {
   std::unordered_map<ObjectId, Json> pins, claims;
   for (const auto& [s, n] : sessions_)
     for (const auto& [id, k] : n.pins) pins[id].object("", Json().add("session", s).add("count", k));
-  static constexpr const char* kKinds[] = {"none", "token", "return", "self"};
+  static constexpr const char* kKinds[] = {"none", "token", "return", "self", "replica"};
   for (const auto& [key, c] : claims_)
     for (const auto& claimed : c.objects)
       if (find(claimed))
         claims[claimed.first].object(
-            "", Json().add("kind", std::string(kKinds[key.kind & 3])).add("key", hex(key.bytes, sizeof key.bytes)).add("owner", c.owner));
+            "", Json().add("kind", std::string(key.kind < std::size(kKinds) ? kKinds[key.kind] : "unknown")).add("key", hex(key.bytes, sizeof key.bytes)).add("owner", c.owner));
   Json rows;
   for (const auto& [id, o] : objects_) {
     const char* state = o.removed             ? "removed"

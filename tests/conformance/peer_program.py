@@ -70,6 +70,8 @@ class Served:
                 ctypes.memmove(rw, full.ctypes.data, nbytes)
                 self.transport.register(Memory(index, rw, nbytes, fd))
                 self.sizes[index] = nbytes
+        if self.server is not None:
+            self.server.describe(b"")  # peers may read arenas that came since
 
     def facts(self) -> dict[str, Any]:
         stats = json.loads(self.client.stats())

@@ -115,6 +115,7 @@ class OtherPeer:
         for pid in self._pids():
             os.kill(pid, signal.SIGSTOP)
             self._stopped.append(pid)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # the signal is not there at once, and till then it serves
 
     def resume(self) -> None:
         while self._stopped:

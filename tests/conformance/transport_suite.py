@@ -242,11 +242,13 @@ class TransportSuite:
     def test_a_dead_peer(self, transport, connection, target, remote):
         ranges = table((0, 0, target.address, 1000))
         connection.read(ranges, TIMEOUT_S)
+        assert not connection.closed
         remote.kill()
         start = time.monotonic()
         with pytest.raises(PeerLostError):
             connection.read(ranges, TIMEOUT_S)
         assert time.monotonic() - start < TIMEOUT_S
+        assert connection.closed
         target.expect(ranges, touched=False)
         with pytest.raises(TransportError):
             self.connect(transport, remote.peer()).read(ranges, TIMEOUT_S)

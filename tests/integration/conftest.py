@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import cluster
 from mooncake_ray.testing import Allowed
 
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
@@ -98,6 +100,15 @@ class Pool:
             import mooncake_ray
 
             raise AssertionError(f"the pool should hold {objects} objects: {mooncake_ray.pool_stats()}") from None
+
+
+@pytest.fixture
+def cluster_of() -> Iterator[Callable[..., cluster.Cluster]]:
+    """Makes clusters of several nodes (see `cluster.Cluster`), and ends them. They know nothing of the Ray of this process."""
+    if why := cluster.unavailable():
+        pytest.skip(f"no network namespaces here: {why}")
+    with contextlib.ExitStack() as made:
+        yield lambda nodes=2, **options: made.enter_context(cluster.Cluster(nodes, **options))
 
 
 def environment(**more: str) -> dict[str, str]:

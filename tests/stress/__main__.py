@@ -1,4 +1,4 @@
-"""`make stress`, `make soak`, or `PYTHONPATH=$PWD/tests python -m stress store|ray|both|soak` in the top directory: see `--help`."""
+"""`make stress`, `make chaos`, `make soak`, or `PYTHONPATH=$PWD/tests python -m stress WHAT` in the top directory: see `--help`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
     )
     ray = command("ray", "the same over a Ray job, whose workers are killed")
     both = command("both", "one after the other, each for half the time")
-    for cli in (store, ray, both):
+    chaos = command("chaos", "in a cluster of four nodes: cut links, kill nodes, kill and stop brokers and node services")
+    chaos.add_argument("--nodes", type=int, default=4, metavar="N")
+    for cli in (store, ray, both, chaos):
         cli.add_argument("--seconds", type=positive, default=60.0, metavar="S")
     command("soak", "a steady load; no process may grow").add_argument("--minutes", type=positive, default=30.0, metavar="M")
     return out
@@ -43,7 +45,7 @@ def positive(text: str) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    runs = {"store": [over_store], "ray": [over_ray], "both": [over_store, over_ray], "soak": [soaking]}[options.what]
+    runs = {"store": [over_store], "ray": [over_ray], "both": [over_store, over_ray], "soak": [soaking], "chaos": [chaotic]}[options.what]
     outcomes: list[Outcome] = []
     for run in runs:
         with contextlib.redirect_stdout(sys.stderr):  # Ray's messages
@@ -68,6 +70,12 @@ def over_ray(options: argparse.Namespace) -> Outcome:
 
     seconds = options.seconds / 2 if options.what == "both" else options.seconds
     return ray_storm.run(ray_storm.Options(seconds=seconds, seed=options.seed))
+
+
+def chaotic(options: argparse.Namespace) -> Outcome:
+    from stress import chaos
+
+    return chaos.run(chaos.Options(options.seconds, options.seed, options.nodes))
 
 
 def soaking(options: argparse.Namespace) -> Outcome:

@@ -13,7 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from bench import BENCHES, actor_pipeline, batch_server, driver_server, partial_server, payloads, processes, put_get, report, spill
+from bench import (
+    BENCHES,
+    actor_pipeline,
+    batch_server,
+    driver_server,
+    fanout,
+    partial_server,
+    payloads,
+    processes,
+    pull,
+    pull_server,
+    put_get,
+    report,
+    spill,
+)
 from bench.__main__ import main
 from bench.report import Result, Target, compare, duration, json_lines, quantity, summarize, tables, target_table
 from bench.server import SUBJECTS
@@ -144,7 +158,11 @@ def test_every_subject_has_a_process():
     held = [name for names in SUBJECTS.values() for name in names]
     assert len(held) == len(set(held))
     assert all(set(step.subjects) <= set(held) for step in put_get.plan())
-    kinds = {kind for held in (SUBJECTS, batch_server.SUBJECTS, partial_server.SUBJECTS, driver_server.SUBJECTS) for kind in held}
+    kinds = {
+        kind
+        for held in (SUBJECTS, batch_server.SUBJECTS, partial_server.SUBJECTS, driver_server.SUBJECTS, pull_server.SUBJECTS)
+        for kind in held
+    }
     assert kinds == ENVIRONMENTS.keys()
 
 
@@ -159,6 +177,33 @@ def test_plans_of_one_step(bench):
     assert bench.plan(quick=True)[0].size < bench.plan()[0].size
     with pytest.raises(ValueError, match="no sizes"):
         bench.plan(["1MiB"])
+
+
+def test_plan_of_pulls():
+    steps = pull.plan()
+    assert [step.case for step in steps] == [
+        "latency/64KiB",
+        *(f"unshaped/{size}" for size in ("1MiB", "64MiB", "1GiB", "verl")),
+        *(f"shaped/{size}" for size in ("1MiB", "64MiB", "1GiB")),
+    ]
+    assert all((step.link.bits_per_s == 10e9) is step.case.startswith("shaped") for step in steps)
+    assert [(step.case, step.rounds) for step in pull.plan(["verl"], runs=2)] == [("unshaped/verl", 2)]
+    with pytest.raises(ValueError, match="no payload '2MiB'"):
+        pull.plan(["2MiB"])
+
+
+def test_plan_of_fanout():
+    (step,) = fanout.plan(runs=2)
+    assert (step.readers, step.nodes, step.payload, step.rounds) == (8, 4, "256MiB", 2)
+    with pytest.raises(ValueError, match="no sizes"):
+        fanout.plan(["1MiB"])
+
+
+@pytest.mark.parametrize(("all_of_them", "ok"), [(2.6, True), (2.7, False)])
+def test_target_of_fanout(all_of_them, ok):
+    seconds = {"one": 2.0, "all": all_of_them, "ray": 8.0}
+    targets = fanout.targets([Result("fanout", "256MiB", s, v, v, 3) for s, v in seconds.items()])
+    assert [t.ok for t in targets] == [ok, True]
 
 
 # ---------------------------------------------------------------- report

@@ -18,6 +18,7 @@ LEVELS = {
     "snapshot": 0,
     "store": 1,
     "transport": 1,
+    "transfer": 1,
     "data": 2,
     "objects": 4,
     "cli": 4,

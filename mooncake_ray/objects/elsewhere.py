@@ -1,0 +1,86 @@
+"""Objects of other nodes' pools, as this process gets them: through its node's engine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from mooncake_ray._native import pool
+from mooncake_ray.counters import timed
+from mooncake_ray.errors import GetTimeoutError, ObjectLostError, ObjectNotFoundError
+from mooncake_ray.objects import nodes
+from mooncake_ray.store.packing import Region
+from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.transfer.door import Door
+
+if TYPE_CHECKING:
+    from mooncake_ray.objects.session import Session
+
+__all__ = ["Elsewhere"]
+
+T = TypeVar("T")
+_AGAIN_S = 0.05
+_ENSURE_EVERY_S = 5.0
+
+
+class Elsewhere(Region):
+    """An object of another node's pool. Comes into this node's when it is first needed, once for all processes of the node."""
+
+    __slots__ = ("_pool_id", "_session")
+
+    def __init__(self, session: Session, pool_id: bytes, id: bytes) -> None:
+        super().__init__(session.client, id)
+        self._session, self._pool_id = session, pool_id
+
+    @property
+    def is_here(self) -> bool:
+        return self._shared is not None or self._private is not None
+
+    def _pin(self, writable: bool) -> pool.Pin:
+        deadline = Deadline(self._session.config.pull_timeout_s)
+        with timed("remote"):
+            with contextlib.suppress(ObjectNotFoundError, ObjectLostError):  # not in this pool
+                return self.client.get(self.id, deadline.timeout_s, writable)
+
+            def take(door: Door, left: float) -> AbstractContextManager[bytes]:
+                return door.pulled(self._pool_id, self.id, left)
+
+            return self._through_the_door(take, lambda id: self.client.get(id, deadline.timeout_s, writable), deadline)
+
+    def read(self, runs: np.ndarray) -> np.ndarray:
+        deadline = Deadline(self._session.config.pull_timeout_s)
+        total = int(runs[:, 1].sum())
+
+        def take(door: Door, left: float) -> AbstractContextManager[bytes]:
+            return door.read(self._pool_id, self.id, runs, left)
+
+        with timed("remote"):
+            pin = self._through_the_door(take, lambda id: self.client.get(id, deadline.timeout_s, True), deadline)
+        return np.frombuffer(pin, np.uint8, total)
+
+    def _through_the_door(
+        self, ask: Callable[[Door, float], AbstractContextManager[bytes]], take: Callable[[bytes], T], deadline: Deadline
+    ) -> T:
+        """Asks the engine until it answers; sees to it that there is one."""
+        what = f"object {self.id.hex()} of pool {self._pool_id.hex()[:8]}, on another node"
+        ensured = float("-inf")
+        last = ""
+        while True:
+            try:
+                left = deadline.left(what)
+            except GetTimeoutError as e:
+                raise GetTimeoutError(f"{e}: {last}") from None
+            try:
+                with ask(self._session.door, left) as id:
+                    return take(id)
+            except ConnectionError as e:
+                last = f"this node's engine cannot be asked: {e}"
+            if time.monotonic() - ensured > _ENSURE_EVERY_S:
+                nodes.ensure(self._session.key[1], self._session.config)
+                ensured = time.monotonic()
+            time.sleep(_AGAIN_S)

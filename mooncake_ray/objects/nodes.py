@@ -1,0 +1,213 @@
+"""Every node's engine as a Ray actor, and where they are: a directory in Ray's key-value store.
+
+The first process that needs a pool of another node, and every process that joins the pool of a node in a cluster of several, sees to it that
+each node has its service. A service belongs to one job and ends with it. The secret with which engines know each other is made by the first
+and lies in Ray's store as well: who may use the Ray cluster may use the pools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray._private import worker as ray_worker
+from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mooncake_ray.config import Config
+from mooncake_ray.errors import MooncakeRayError
+from mooncake_ray.store import node
+from mooncake_ray.transfer.directory import Endpoint
+from mooncake_ray.transfer.door import door_name
+
+__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "reports", "start_with"]
+
+logger = logging.getLogger("mooncake_ray")
+
+_NAMESPACE = "mooncake_ray"
+_SPACE = _NAMESPACE.encode()
+_SECRET = b"secret"
+_POOL = b"pool:"
+_SECRET_BYTES = 32
+_KNOWN_FOR_S = 1.0
+_JOB_CHECK_S = 1.0
+
+
+def _secret() -> bytes:
+    internal_kv._internal_kv_put(_SECRET, secrets.token_bytes(_SECRET_BYTES), overwrite=False, namespace=_SPACE)
+    return internal_kv._internal_kv_get(_SECRET, namespace=_SPACE)
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [n for n in ray.nodes() if n["Alive"]]
+
+
+def hosts() -> set[str]:
+    """Addresses of the cluster's nodes. Those that share one share a pool."""
+    return {n["NodeManagerAddress"] for n in _alive()}
+
+
+class RayDirectory:
+    """The pools of a Ray cluster. Thread-safe; what was asked a second ago is not asked again."""
+
+    def __init__(self, own: Endpoint | None = None) -> None:
+        self.own = own
+        self._lock = threading.Lock()
+        self._dead_asked = float("-inf")
+        self._alive: set[str] = set()
+        self._records: dict[bytes, dict[str, Any]] = {}
+
+    def resolve(self, pool_id: bytes) -> Endpoint | None:
+        raw = internal_kv._internal_kv_get(_POOL + pool_id.hex().encode(), namespace=_SPACE)
+        if raw is None:
+            return None
+        record = json.loads(raw)
+        with self._lock:
+            self._records[pool_id] = record
+        return None if self.is_lost(pool_id) else Endpoint(record["host"], record["port"])
+
+    def is_lost(self, pool_id: bytes) -> bool:
+        with self._lock:
+            record = self._records.get(pool_id)
+            if record is None:
+                return False
+            if time.monotonic() - self._dead_asked > _KNOWN_FOR_S:
+                self._alive, self._dead_asked = {n["NodeID"] for n in _alive()}, time.monotonic()
+            return record["node"] not in self._alive
+
+    def others(self) -> list[Endpoint]:
+        out = []
+        alive = {n["NodeID"] for n in _alive()}
+        for key in internal_kv._internal_kv_list(_POOL, namespace=_SPACE):
+            if (raw := internal_kv._internal_kv_get(key, namespace=_SPACE)) is None:
+                continue
+            record = json.loads(raw)
+            endpoint = Endpoint(record["host"], record["port"])
+            if record["node"] in alive and endpoint != self.own and endpoint not in out:
+                out.append(endpoint)
+        return out
+
+
+class NodeService:
+    """The actor: keeps an engine on its node for as long as the job lasts. A broker that dies gets a new engine with the next."""
+
+    def __init__(self, scope: str, settings: dict[str, Any], job: str) -> None:
+        from mooncake_ray.transfer.engine import Engine
+
+        self._engine_class = Engine
+        self._config, self._job = Config(**settings), job
+        self._name = node.broker_name(scope)
+        worker = ray_worker.global_worker
+        self._node = worker.node
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._host = self._config.host or worker.node_ip_address
+        self._engine: Any = None
+        self._start()
+        threading.Thread(target=self._watch, name="mooncake_ray.service", daemon=True).start()
+
+    def _start(self) -> None:
+        from mooncake_ray.objects.session import raylet_pid
+
+        log = os.path.join(self._node.get_logs_dir_path(), "mooncake_ray_broker.err")
+        client = node.connect(self._name, self._config, watch_pid=raylet_pid(self._node), log=log)
+        directory = RayDirectory()
+        engine = self._engine_class(client, door_name(self._name), directory, _secret(), self._host, self._config)
+        directory.own = engine.endpoint
+        record = json.dumps({"node": self._node_id, "host": engine.endpoint.host, "port": engine.endpoint.port})
+        self._key = _POOL + client.pool_id.hex().encode()
+        internal_kv._internal_kv_put(self._key, record.encode(), overwrite=True, namespace=_SPACE)
+        self._engine = engine
+        logger.info("mooncake_ray: serving pool %s at %s", client.pool_id.hex()[:8], engine.endpoint)
+
+    def _watch(self) -> None:
+        while not self._job_is_over():
+            if not self._engine.over.wait(_JOB_CHECK_S):
+                continue
+            self._engine.close()
+            try:
+                self._start()
+            except (MooncakeRayError, OSError) as e:
+                logger.warning("mooncake_ray: no engine on this node: %s", e)
+                break
+        self._engine.close()
+        internal_kv._internal_kv_del(self._key, namespace=_SPACE)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def _job_is_over(self) -> bool:
+        try:
+            jobs = ray_worker.global_worker.gcs_client.get_all_job_info(job_or_submission_id=self._job)
+        except Exception as e:  # Ray's own client raises several kinds while the head node is away
+            logger.debug("mooncake_ray: the job cannot be asked for: %s", e)
+            return False
+        return all(info.is_dead for info in jobs.values())
+
+    def report(self) -> dict[str, Any]:
+        """What the engine says of itself, and the node's ID."""
+        return {"node": self._node_id, **self._engine.report()}
+
+
+_ensuring = threading.Lock()
+
+
+def start_with(scope: str, config: Config) -> None:
+    """Called where a process joins a pool: has the services started, in the background, if the cluster has several nodes."""
+
+    def start() -> None:
+        try:
+            if len(hosts()) > 1:
+                ensure(scope, config)
+        except Exception as e:  # whatever Ray raises where the process leaves it this moment; who needs a service says so
+            logger.debug("mooncake_ray: no services were started: %s", e)
+
+    threading.Thread(target=start, name="mooncake_ray.nodes", daemon=True).start()
+
+
+def ensure(scope: str, config: Config, everywhere: bool = True) -> None:
+    """Has a service on every node (or on this one) started for this job. Does not wait until they serve; idempotent."""
+    job = ray.get_runtime_context().get_job_id()
+    here = ray.get_runtime_context().get_node_id()
+    settings = asdict(config)
+    taken: set[str] = set()
+    with _ensuring:
+        for n in _alive():
+            if n["NodeManagerAddress"] in taken or not (everywhere or n["NodeID"] == here):
+                continue
+            taken.add(n["NodeManagerAddress"])
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it goes this moment
+                ray.remote(NodeService).options(
+                    name=_name(job, n["NodeID"]),
+                    namespace=_NAMESPACE,
+                    get_if_exists=True,
+                    lifetime="detached",
+                    num_cpus=0,
+                    max_restarts=-1,
+                    max_concurrency=4,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False),
+                ).remote(scope, settings, job)
+
+
+def reports(timeout_s: float = 10.0) -> list[dict[str, Any]]:
+    """What the services of this job say of themselves, those that answer in time."""
+    job = ray.get_runtime_context().get_job_id()
+    asked = []
+    for n in _alive():
+        with contextlib.suppress(ValueError):  # none there
+            asked.append(ray.get_actor(_name(job, n["NodeID"]), _NAMESPACE).report.remote())
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    out = []
+    for ref in answered:
+        with contextlib.suppress(ray.exceptions.RayError):
+            out.append(ray.get(ref))
+    return out
+
+
+def _name(job: str, node_id: str) -> str:
+    return f"node-service:{job}:{node_id}"

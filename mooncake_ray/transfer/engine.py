@@ -1,0 +1,166 @@
+"""One node's engine: the peer server, the transports, the puller and the door, around one session with the node's broker."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from typing import Any
+
+from mooncake_ray._native import peer as native
+from mooncake_ray._native import pool
+from mooncake_ray.config import Config
+from mooncake_ray.counters import snapshot
+from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, TransportUnavailableError
+from mooncake_ray.transfer.directory import Directory, Endpoint
+from mooncake_ray.transfer.door import Doorkeeper
+from mooncake_ray.transfer.peers import Peers
+from mooncake_ray.transfer.pulls import Puller
+from mooncake_ray.transport import Memory, Transport, get_transport
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger("mooncake_ray")
+
+_OFFERED = ("tcp", "verbs")  # with `auto`, where they can be used; others only if they are asked for by name
+_POLL_S = 1.0
+_NAME_BYTES = 16
+
+
+class Engine:
+    """Lives as long as its broker. Thread-safe."""
+
+    def __init__(self, client: pool.Client, door: str, directory: Directory, secret: bytes, host: str, config: Config) -> None:
+        """Serves the client's pool at `host`, any port, and this node's processes at `door`.
+
+        Raises:
+            OSError: EADDRINUSE: another engine has the door.
+            TransportUnavailableError: the transport that `config` names cannot be used here.
+        """
+        self.client, self.config, self.host = client, config, host
+        self.over = threading.Event()
+        """Set when the broker is gone: there must be another engine."""
+        self._closing = False
+        self._registered: set[int] = set()
+        self._registering = threading.Lock()
+        self.transports = _transports(config, host)
+        self.server = native.Server(client, host, 0, secret)
+        self.endpoint = Endpoint(host, self.server.port)
+        try:
+            self.register()
+            self.peers = Peers(host=host, me=str(self.endpoint), secret=secret, config=config, transports=self.transports, gone=self._gone)
+            self.puller = Puller(client, self.server, self.peers, directory, self._has_arena)
+            self._door = Doorkeeper(door, self.puller.pull, self.puller.read, lambda id: client.remove([id]))
+        except BaseException:
+            self._close_transports()
+            raise
+        client.listen()
+        self._threads = [
+            threading.Thread(target=target, name=f"mooncake_ray.{name}", daemon=True)
+            for name, target in (("events", self._events), ("requests", self._requests))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def register(self) -> None:
+        """Has every transport know every arena, and peers what the transports say of themselves."""
+        with self._registering:
+            for index, address, _, nbytes, fd in self.client.arenas():
+                if index in self._registered:
+                    continue
+                for transport in self.transports.values():
+                    transport.register(Memory(index, address, nbytes, fd))
+                self._registered.add(index)
+            self.server.describe(json.dumps({name: t.describe() for name, t in self.transports.items()}).encode())
+
+    def report(self) -> dict[str, Any]:
+        """What an operator wants to know."""
+        return {
+            "endpoint": str(self.endpoint),
+            "transports": sorted(self.transports),
+            "peers": self.peers.report(),
+            **self.server.stats(),
+            **snapshot(),
+        }
+
+    def close(self) -> None:
+        """Stops serving. What it brought here is dropped once nobody reads it. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._door.close()
+        self.peers.close()
+        self._close_transports()
+        self.client.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _close_transports(self) -> None:
+        self.server.close()
+        for transport in self.transports.values():
+            transport.close()
+
+    def _has_arena(self, index: int) -> None:
+        """A pool grows by whole arenas, rarely."""
+        if index not in self._registered:
+            self.register()
+
+    def _gone(self, id: bytes) -> None:
+        self.puller.gone(id)
+
+    def _events(self) -> None:
+        while not self._closing:
+            try:
+                event = self.client.next_event(_POLL_S)
+            except BrokerDiedError:
+                self.over.set()
+                return
+            if event is None:
+                continue
+            kind, key = event
+            if kind != pool.KIND_GONE:
+                self.client.disown(kind, key, False)  # an engine calls no tasks
+                continue
+            id = key[:_NAME_BYTES]
+            self.server.gone(id)
+            self.puller.dropped(id)
+
+    def _requests(self) -> None:
+        while not self._closing:
+            request = self.server.next_request(_POLL_S)
+            if request is None:
+                continue
+            session, name, blob = request
+            if not name:
+                for transport in self.transports.values():
+                    transport.ended(session)
+                continue
+            try:
+                if name not in self.transports:
+                    raise TransportUnavailableError(f"this node does not offer {name!r}; it offers {sorted(self.transports)}")
+                answer = self.transports[name].accept(session, blob)
+            except (MooncakeRayError, ValueError) as e:
+                logger.warning("mooncake_ray: a peer's request for %s was refused: %s", name, e)
+                answer = b""
+            self.server.answer(session, answer)
+
+
+def _transports(config: Config, host: str) -> dict[str, Transport]:
+    """Those that this node offers, ready to be told of memory."""
+    wanted = _OFFERED if config.transport == "auto" else ("tcp", config.transport)
+    out: dict[str, Transport] = {}
+    for name in dict.fromkeys(wanted):
+        try:
+            cls = get_transport(name)
+        except MooncakeRayError:
+            if name == config.transport:
+                raise
+            continue
+        why = cls.unavailable(config)
+        if not why:
+            out[name] = cls(config, host)
+        elif name == config.transport:
+            raise TransportUnavailableError(f"the transport {name!r}, which was asked for, cannot be used on this node: {why}")
+        else:
+            logger.info("mooncake_ray: no %s on this node: %s", name, why)
+    return out

@@ -1,0 +1,261 @@
+"""Brings objects of other pools into this node's, each once at a time, however many processes want it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mooncake_ray._native import pool
+from mooncake_ray.counters import count
+from mooncake_ray.errors import (
+    GetTimeoutError,
+    MooncakeRayError,
+    ObjectLostError,
+    ObjectNotFoundError,
+    PeerRefusedError,
+    TransportError,
+    TransportUnavailableError,
+)
+from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.transfer.directory import Directory, Endpoint
+from mooncake_ray.transfer.peers import Node, Peers, Pinned
+
+__all__ = ["Puller"]
+
+_RELAY_FROM = 4 << 20  # bytes: smaller objects are read from their home by everybody
+_CHUNK = 16 << 20  # bytes read at a time of an object that others read from here meanwhile
+_FIRST_CHUNK = 1 << 20
+_AGAIN_S = 0.05  # before the first try again; then twice as long each time, up to …
+_AGAIN_MOST_S = 1.0
+_NOTE = "from another node"
+T = TypeVar("T")
+
+
+class _Flight:
+    """One object on its way."""
+
+    def __init__(self) -> None:
+        self.landed = threading.Event()
+        self.error: MooncakeRayError | None = None
+        self.gone = False  # freed at its home meanwhile
+
+
+class Puller:
+    """Thread-safe."""
+
+    def __init__(self, client: pool.Client, server: Any, peers: Peers, directory: Directory, has_arena: Callable[[int], None]) -> None:
+        """`has_arena`: called with the number of an arena before the transports read into it."""
+        self._client, self._server, self._peers, self._directory, self._has_arena = client, server, peers, directory, has_arena
+        self._lock = threading.Lock()
+        self._flights: dict[bytes, _Flight] = {}
+        self._homes: dict[bytes, Endpoint] = {}  # of the replicas here: who tells when they are of no more use
+
+    # ---- whole objects
+
+    def pull(self, pool_id: bytes, id: bytes, timeout_s: float) -> pool.Pin:
+        """Has the object in this node's pool, and pinned, before the deadline.
+
+        Raises:
+            ObjectNotFoundError: its home has no such object.
+            ObjectLostError: its home is dead, and no other node has it.
+            GetTimeoutError: the deadline passed; says what went wrong last.
+            StoreFullError: there was no room for it here.
+            TransportUnavailableError, PeerRefusedError: trying again would not help.
+        """
+        deadline = Deadline(timeout_s)
+        what = f"pull of object {id.hex()}"
+        while True:
+            with contextlib.suppress(ObjectNotFoundError, ObjectLostError):
+                return self._client.get(id, deadline.left(what))
+            with self._lock:
+                flight = self._flights.get(id)
+                mine = flight is None
+                if flight is None:
+                    flight = self._flights[id] = _Flight()
+            if mine:
+                return self._fly(flight, pool_id, id, deadline)
+            if not flight.landed.wait(deadline.left(what)):
+                raise GetTimeoutError(f"{what}: not done within {timeout_s:g} s")
+            if flight.error is not None and not isinstance(flight.error, GetTimeoutError):  # whose deadline may have been shorter
+                raise flight.error
+
+    def _fly(self, flight: _Flight, pool_id: bytes, id: bytes, deadline: Deadline) -> pool.Pin:
+        try:
+            pin, home = self._bring(pool_id, id, deadline)
+            with self._lock:
+                if home is not None and not flight.gone:
+                    self._homes[id] = home
+            if home is not None:
+                self._client.watch([id])
+                if flight.gone:
+                    self._client.unclaim(pool.KIND_REPLICA, id)
+            return pin
+        except MooncakeRayError as e:
+            flight.error = e
+            raise
+        finally:
+            with self._lock:
+                del self._flights[id]
+            flight.landed.set()
+
+    def gone(self, id: bytes) -> None:
+        """The object is of no more use to anybody at its home."""
+        with self._lock:
+            if (flight := self._flights.get(id)) is not None:
+                flight.gone = True
+            self._homes.pop(id, None)
+        self._client.unclaim(pool.KIND_REPLICA, id)
+
+    def dropped(self, id: bytes) -> None:
+        """The object is not in this pool any more."""
+        with self._lock:
+            self._homes.pop(id, None)
+
+    def held_from(self, endpoint: Endpoint) -> list[bytes]:
+        """The replicas here that came from there."""
+        with self._lock:
+            return [id for id, home in self._homes.items() if home == endpoint]
+
+    def _bring(self, pool_id: bytes, id: bytes, deadline: Deadline) -> tuple[pool.Pin, Endpoint | None]:
+        """The pinned object, and where it came from; None if it was here."""
+        what = f"object {id.hex()} of pool {pool_id.hex()[:8]}"
+
+        def copy(node: Node) -> tuple[pool.Pin, Endpoint | None]:
+            return self._copy(node, id, deadline), node.endpoint
+
+        try:
+            return self._at_home(pool_id, what, deadline, copy)
+        except ObjectLostError:
+            for endpoint in self._directory.others():
+                with contextlib.suppress(ObjectNotFoundError, ObjectLostError, TransportError):
+                    return copy(self._peers.of(endpoint))
+            raise
+
+    def _at_home(self, pool_id: bytes, what: str, deadline: Deadline, attempt: Callable[[Node], T]) -> T:
+        """Tries with whoever serves the pool, until it works or cannot work any more."""
+        pause, last = _AGAIN_S, "nobody serves that pool"
+        while True:
+            if (home := self._directory.resolve(pool_id)) is not None:
+                node = self._peers.of(home)
+                try:
+                    return attempt(node)
+                except (TransportUnavailableError, PeerRefusedError):
+                    raise
+                except TransportError as e:
+                    if e.errno == errno.EINVAL:
+                        raise  # it would be as wrong next time
+                    last = str(e)
+                    node.forget_connection()
+                    count("remote_retries")
+            if self._directory.is_lost(pool_id):
+                raise ObjectLostError(f"{what} is lost with its node: {last}")
+            if deadline.over:
+                raise GetTimeoutError(f"{what}: not here within {deadline.timeout_s:g} s: {last}")
+            time.sleep(min(pause, max(0.0, deadline.at - time.monotonic())))
+            pause = min(2 * pause, _AGAIN_MOST_S)
+
+    def _copy(self, home: Node, id: bytes, deadline: Deadline) -> pool.Pin:
+        """Makes a replica of what that node has."""
+        what = f"object {id.hex()}"
+        with contextlib.ExitStack() as undo:
+            home.listen()
+            with home.pinned(id, deadline, keep=True) as there:
+                if there.inline is not None and there.nbytes <= pool.INLINE_MAX:
+                    self._client.put_inline(id, there.inline, pool.KIND_REPLICA, id)
+                    return self._client.get(id, deadline.left(what))
+                lease = self._lease(id, there.nbytes, deadline.left(what))
+                undo.callback(lease.abort)
+                if there.inline is not None:
+                    memoryview(lease)[:] = there.inline
+                else:
+                    self._receive(home, there, lease, deadline, undo)
+            lease.seal(pool.KIND_REPLICA, id)
+            count("replicas")
+            return self._client.get(id, deadline.left(what))
+
+    def _lease(self, id: bytes, nbytes: int, timeout_s: float) -> pool.Lease:
+        lease = self._client.create(id, nbytes, timeout_s, _NOTE)
+        self._has_arena(lease.arena)
+        return lease
+
+    def _receive(self, home: Node, there: Pinned, lease: pool.Lease, deadline: Deadline, undo: contextlib.ExitStack) -> None:
+        relayed = there.nbytes >= _RELAY_FROM
+        if relayed:
+            self._server.offer(there.id, lease)
+            undo.callback(self._server.retract, there.id)
+        at, source = 0, there.source
+        while at < there.nbytes:
+            if not source:
+                at = self._read_on(home, there, lease, at, relayed, deadline)
+                continue
+            node = self._peers.of(Endpoint.parse(source))
+            try:
+                with node.pinned(there.id, deadline) as other:
+                    while at < there.nbytes:
+                        at = self._read_on(node, other, lease, at, True, deadline)
+                count("relayed")
+            except (TransportError, ObjectNotFoundError, ObjectLostError):  # go on from here with another one
+                node.forget_connection()
+                count("relays_lost")
+                with home.pinned(there.id, deadline, bad_source=source) as again:
+                    source = again.source
+                    at = 0 if not relayed else at
+
+    def _read_on(self, node: Node, there: Pinned, lease: pool.Lease, at: int, stepwise: bool, deadline: Deadline) -> int:
+        """Reads what is there from `at` on, or some of it. Returns how far it got: up to there the bytes are right."""
+        what = f"object {there.id.hex()} at {node.endpoint}"
+        available = there.available
+        if available < there.nbytes:
+            with node.link(deadline.left(what)) as link:
+                available = link.wait(there.id, at, deadline.left(what))
+        until = min(available, at + (_CHUNK if at else _FIRST_CHUNK)) if stepwise else available
+        node.read(np.array([[there.region, there.offset + at, lease.address + at, until - at]], np.uint64), deadline)
+        if stepwise:
+            with node.link(deadline.left(what)) as link:  # it still has the object, so these bytes were the object's
+                link.wait(there.id, until - 1, deadline.left(what))
+            self._server.progress(there.id, until)
+        return until
+
+    # ---- parts of objects
+
+    def read(self, pool_id: bytes, id: bytes, runs: np.ndarray, timeout_s: float) -> pool.Pin:
+        """Has some bytes of an object in an object of their own, one run after the other, pinned. The caller removes it.
+
+        Args:
+            runs: uint64 (n, 2): offset in the object, nbytes.
+
+        Raises:
+            As `pull`; TransportError: a run reaches beyond the object (`errno` EINVAL).
+        """
+        deadline = Deadline(timeout_s)
+        total = int(runs[:, 1].sum())
+        own = self._client.new_id()
+        lease = self._lease(own, max(total, 1), deadline.left("room for a partial read"))
+        starts = np.zeros(len(runs), np.uint64)
+        np.cumsum(runs[:-1, 1], out=starts[1:])
+
+        def fetch(node: Node) -> None:
+            with node.pinned(id, deadline) as there:
+                if len(runs) and int((runs[:, 0] + runs[:, 1]).max()) > there.nbytes:
+                    raise TransportError(f"a run reaches beyond object {id.hex()}, which has {there.nbytes} bytes", "read", errno.EINVAL)
+                if there.inline is not None:
+                    out, source = memoryview(lease), memoryview(there.inline)
+                    for to, (offset, nbytes) in zip(starts.tolist(), runs.tolist(), strict=True):
+                        out[to : to + nbytes] = source[offset : offset + nbytes]
+                    out.release()
+                    return
+                ranges = np.empty((len(runs), 4), np.uint64)
+                ranges[:, 0], ranges[:, 3] = there.region, runs[:, 1]
+                ranges[:, 1] = runs[:, 0] + np.uint64(there.offset)
+                ranges[:, 2] = starts + np.uint64(lease.address)
+                node.read(ranges, deadline)
+
+        self._at_home(pool_id, f"bytes of object {id.hex()} of pool {pool_id.hex()[:8]}", deadline, fetch)
+        lease.seal(pool.KIND_SELF, own)
+        return self._client.get(own, deadline.left("a partial read"))

@@ -1,0 +1,180 @@
+"""Peers over TCP: several streams of the peer's server, which sends straight from its arenas into the memory given here.
+
+The streams are `_native.peer.Link`s, authenticated by whoever opens them (`Peer.link`). A read takes the streams that are idle: one of a few
+bytes one of them, one of many bytes all that there are.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from mooncake_ray.errors import RegistrationError, TransportError
+from mooncake_ray.transport.base import LENGTH, Connection, Memory, Peer, check_table, timed_out
+from mooncake_ray.transport.registry import register_transport
+
+if TYPE_CHECKING:
+    from mooncake_ray.config import Config
+
+__all__ = ["STREAMS", "Tcp"]
+
+STREAMS = 4
+_STREAM_BYTES = 4 << 20  # bytes below which a further stream gets nothing to do: links ask for so many at once
+
+
+@register_transport
+class Tcp:
+    """See `Transport`. Needs no registered memory of its own: the peer's server reads the pool's arenas, and a stream writes anywhere.
+
+    Args:
+        streams: How many a connection opens at most.
+    """
+
+    name: ClassVar[str] = "tcp"
+
+    def __init__(self, config: Config, host: str, *, streams: int = STREAMS) -> None:
+        if streams < 1:
+            raise ValueError(f"at least one stream, got {streams}")
+        self._streams = streams
+        self._lock = threading.Lock()
+        self._regions: set[int] = set()
+        self._connections: list[_Connection] = []
+        self._open = True
+
+    @classmethod
+    def unavailable(cls, config: Config) -> str:
+        return ""
+
+    def register(self, memory: Memory) -> None:
+        with self._lock:
+            if not self._open:
+                raise RegistrationError("this transport is closed", "register", errno.EBADF)
+            if memory.region in self._regions:
+                raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+            self._regions.add(memory.region)
+
+    def describe(self) -> dict[str, Any]:
+        return {"streams": self._streams}
+
+    def accept(self, session: int, blob: bytes) -> bytes:
+        raise TransportError("tcp has nothing to exchange", "exchange", errno.EOPNOTSUPP)
+
+    def ended(self, session: int) -> None:
+        pass
+
+    def connect(self, peer: Peer, timeout_s: float) -> Connection:
+        with self._lock:
+            if not self._open:
+                raise TransportError("this transport is closed", "connect", errno.EBADF)
+            self._connections = [c for c in self._connections if not c.closed]
+        connection = _Connection(peer, self._streams)
+        with self._lock:
+            if self._open:
+                self._connections.append(connection)
+                return connection
+        connection.close()
+        raise TransportError("this transport is closed", "connect", errno.EBADF)
+
+    def close(self) -> None:
+        with self._lock:
+            self._open = False
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.close()
+
+
+class _Connection:
+    """Opens the first stream at once, and further ones when a read has work for them."""
+
+    def __init__(self, peer: Peer, streams: int) -> None:
+        self._peer, self._streams = peer, streams
+        self._change = threading.Condition()
+        self._idle: list[Any] = [peer.link()]
+        self._busy: list[Any] = []
+        self._opening = 0
+        self.closed = False
+
+    def read(self, ranges: np.ndarray, timeout_s: float) -> None:
+        from mooncake_ray._native.peer import read_striped
+
+        deadline = time.monotonic() + timeout_s
+        check_table(ranges)
+        total = int(ranges[:, LENGTH].sum())
+        if not total:
+            self._still_open()
+            return
+        links = self._take(max(1, total // _STREAM_BYTES), deadline, timeout_s)
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            if len(links) == 1:
+                links[0].read(ranges, left)
+            else:
+                read_striped(links, ranges, left)
+        except TransportError as e:
+            if e.errno != errno.EINVAL:
+                self.closed = True
+            raise
+        finally:
+            self._give(links)
+
+    def _take(self, most: int, deadline: float, timeout_s: float) -> list[Any]:
+        """Streams for one read: at least one, at most `most`."""
+        with self._change:
+            self._change.wait_for(lambda: self.closed or self._idle or self._open < self._streams, max(0.0, deadline - time.monotonic()))
+            self._still_open()
+            links, self._idle = self._idle[:most], self._idle[most:]
+            more = min(most - len(links), self._streams - self._open - len(links))
+            if not links and more <= 0:
+                raise timed_out("read", timeout_s, str(self._peer))
+            self._busy += links
+            self._opening += more
+        try:
+            for _ in range(more):
+                link = self._peer.link()
+                with self._change:
+                    self._busy.append(link)
+                    links.append(link)
+            self._still_open()
+        except TransportError:
+            if not links or self.closed:  # one stream less is slower, and no error
+                self._give(links)
+                raise
+        except BaseException:
+            self._give(links)
+            raise
+        finally:
+            with self._change:
+                self._opening -= more
+                self._change.notify_all()
+        return links
+
+    @property
+    def _open(self) -> int:
+        return len(self._idle) + len(self._busy) + self._opening
+
+    def _give(self, links: list[Any]) -> None:
+        with self._change:
+            for link in links:
+                self._busy.remove(link)
+                if self.closed:
+                    link.close()
+                elif not link.closed:
+                    self._idle.append(link)
+            self._change.notify_all()
+
+    def _still_open(self) -> None:
+        if self.closed:
+            raise TransportError("this connection is closed", "read", errno.EBADF, str(self._peer))
+
+    def close(self) -> None:
+        with self._change:
+            self.closed = True
+            for link in (*self._idle, *self._busy):
+                link.close()
+            self._idle.clear()
+            self._change.notify_all()
+            self._change.wait_for(lambda: not self._busy and not self._opening)

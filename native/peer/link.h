@@ -1,0 +1,99 @@
+// A puller's connection to a peer server. Blocking calls with deadlines, one at a time; other threads wait their turn. After any error it is closed.
+#pragma once
+#include <atomic>
+#include <cerrno>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "pool/unix.h"
+#include "protocol.h"
+
+namespace mcr::peer {
+
+struct PeerError : std::runtime_error {
+  enum Kind { kLost, kRefused, kOther };  // kOther: see `error` (ETIMEDOUT, EINVAL, EOPNOTSUPP)
+  PeerError(Kind k, const std::string& what, std::string op_, int error_, std::string peer_)
+      : std::runtime_error(what), kind(k), op(std::move(op_)), error(error_), peer(std::move(peer_)) {}
+  Kind kind;
+  std::string op;
+  int error;
+  std::string peer;
+};
+
+// A range to read: of the peer, into memory here.
+struct Piece {
+  uint64_t region = 0, offset = 0, local = 0, bytes = 0;
+};
+
+struct Pinned {
+  Code code = Code::kOk;
+  uint64_t region = 0, offset = 0, size = 0, available = 0;
+  std::string inlined, source;
+};
+
+class Link {
+ public:
+  struct Options {
+    std::string session, me, source_address;  // session: 16 bytes
+    bool events = false;
+    int64_t timeout_ns = 5'000'000'000;
+  };
+  // All throw PeerError, Interrupted where a signal's handler said so, std::invalid_argument for what cannot be asked.
+  static std::unique_ptr<Link> connect(const std::string& host, uint16_t port, const std::string& secret, const Options& options);
+  const std::string& pool_id() const { return pool_id_; }
+  const std::string& peer() const { return peer_; }
+  std::string describe(int64_t timeout_ns);
+  std::vector<Pinned> pin(const std::vector<ObjectId>& ids, int64_t timeout_ns, const std::string& bad, bool inlined);
+  uint64_t wait(ObjectId id, uint64_t beyond, int64_t timeout_ns);
+  bool unpin(const std::vector<ObjectId>& ids, int64_t timeout_ns, bool kept);
+  std::string exchange(const std::string& transport, const std::string& blob, int64_t timeout_ns);
+  void read(std::span<const Piece> pieces, int64_t timeout_ns);
+  bool next_event(int64_t timeout_ns, ObjectId* id);  // false: nothing came
+  void close();                                       // also while a call is under way, which then fails
+  bool closed() const { return closed_; }
+
+  // The next frame's worth of pieces; empty: no more.
+  using Source = std::function<std::vector<Piece>()>;
+  void read_from(const Source& source, int64_t deadline);
+
+ private:
+  Link() = default;
+  struct Guard;
+  Frame ask(Op op, std::initializer_list<std::string_view> parts, int64_t deadline, std::string* body);
+  void send_all(std::string_view bytes, int64_t deadline);
+  void receive_all(void* to, size_t bytes, int64_t deadline);
+  void wait_for(short events, int64_t deadline);
+  [[noreturn]] void fail(PeerError::Kind kind, int error, const std::string& why);
+
+  Fd fd_;
+  std::string peer_, pool_id_;
+  const char* op_ = "connect";
+  bool events_ = false;
+  std::string partial_;  // of an event
+  std::mutex mutex_;
+  std::atomic<bool> closed_{false};
+};
+
+// One call at a time. What does not come to its end leaves the stream somewhere inside a message: the link is closed.
+struct Link::Guard {
+  Guard(Link& l, const char* op) : link(l), lock(l.mutex_) {
+    if (link.closed_) throw PeerError(PeerError::kLost, std::string(op) + ": the link to " + link.peer_ + " is closed", op, EBADF, link.peer_);
+    link.op_ = op;
+  }
+  ~Guard() {
+    if (!done) link.close();
+  }
+  Link& link;
+  std::lock_guard<std::mutex> lock;
+  bool done = false;
+};
+
+// Several streams at once. The work is shared frame by frame, so that a slow one gets less.
+void read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces, int64_t timeout_ns);
+
+}  // namespace mcr::peer

@@ -1,0 +1,161 @@
+// Reads of a link: requests go out ahead of the answers, and the bytes come straight to where they belong.
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <deque>
+#include <exception>
+#include <thread>
+
+#include "link.h"
+#include "pool/client.h"
+
+namespace mcr::peer {
+namespace {
+
+constexpr uint64_t kFrameBytes = 4 << 20;  // bytes asked for at once
+constexpr size_t kAhead = 4;               // frames on their way
+
+// Cuts pieces into frames. Thread-safe.
+class Cutter {
+ public:
+  explicit Cutter(std::span<const Piece> pieces) : pieces_(pieces) {}
+  std::vector<Piece> next() {
+    std::lock_guard lock(mutex_);
+    std::vector<Piece> frame;
+    uint64_t room = kFrameBytes;
+    while (at_ < pieces_.size() && room && frame.size() < kMaxRanges) {
+      Piece p = pieces_[at_];
+      p.offset += done_, p.local += done_, p.bytes -= done_;
+      const uint64_t n = std::min(p.bytes, room);
+      if (n < p.bytes) done_ += n;
+      else ++at_, done_ = 0;
+      p.bytes = n;
+      room -= n;
+      if (n) frame.push_back(p);
+    }
+    return frame;
+  }
+  void stop() {
+    std::lock_guard lock(mutex_);
+    at_ = pieces_.size();
+  }
+
+ private:
+  std::mutex mutex_;
+  const std::span<const Piece> pieces_;
+  size_t at_ = 0;
+  uint64_t done_ = 0;  // of the piece that is next
+};
+
+}  // namespace
+
+void Link::read_from(const Source& source, int64_t deadline) {
+  Guard g(*this, "read");
+  std::deque<std::vector<Piece>> asked;
+  std::string request;
+  size_t sent = 0;
+  bool more = true;
+  char head[sizeof(Frame)];
+  size_t headed = 0, piece = 0;  // of the answer that is coming
+  uint64_t into = 0;             // bytes of that piece
+  for (;;) {
+    while (more && asked.size() < kAhead) {
+      std::vector<Piece> pieces = source();
+      if (pieces.empty()) {
+        more = false;
+        break;
+      }
+      const Frame f{uint32_t(pieces.size() * sizeof(Range)), uint16_t(Op::kRead), 0, 0};
+      request.erase(0, std::exchange(sent, 0));
+      request.append(bytes_of(f));
+      for (const Piece& p : pieces) request.append(bytes_of(Range{p.region, p.offset, p.bytes}));
+      asked.push_back(std::move(pieces));
+    }
+    if (asked.empty()) break;
+    bool idle = true;
+    if (sent < request.size()) {
+      const ssize_t n = ::send(fd_.get(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (n > 0) sent += size_t(n), idle = false;
+      else if (errno != EAGAIN && errno != EINTR) fail(PeerError::kLost, errno, std::strerror(errno));
+    }
+    iovec v[64];
+    size_t count = 0;
+    const std::vector<Piece>& now = asked.front();
+    if (headed < sizeof head) v[count++] = {head + headed, sizeof head - headed};
+    // A refusal has no bytes after it, so those are asked for only once the head says that they come.
+    else
+      for (size_t i = piece; i < now.size() && count < std::size(v); ++i) {
+        const uint64_t skip = i == piece ? into : 0;
+        v[count++] = {reinterpret_cast<void*>(now[i].local + skip), now[i].bytes - skip};
+      }
+    const ssize_t n = ::readv(fd_.get(), v, int(count));
+    if (n == 0) fail(PeerError::kLost, ECONNRESET, "the peer hung up");
+    if (n < 0 && errno != EAGAIN && errno != EINTR) fail(PeerError::kLost, errno, std::strerror(errno));
+    if (n < 0 && errno == EAGAIN) {
+      if (idle) wait_for(short(POLLIN | (sent < request.size() ? POLLOUT : 0)), deadline);
+      continue;
+    }
+    if (n < 0) continue;
+    if (headed < sizeof head) {
+      if ((headed += size_t(n)) < sizeof head) continue;
+      Frame f;
+      std::memcpy(&f, head, sizeof f);
+      uint64_t want = 0;
+      for (const Piece& p : now) want += p.bytes;
+      if (Op(f.op) == Op::kRead && Code(f.code) == Code::kBad && f.aux < now.size()) {
+        const Piece& p = now[f.aux];
+        fail(PeerError::kOther, EINVAL, "it has no bytes [" + std::to_string(p.offset) + ", " + std::to_string(p.offset + p.bytes) + ") in region " +
+                                            std::to_string(p.region));
+      }
+      if (Op(f.op) != Op::kRead || f.code || f.bytes || f.aux != want) fail(PeerError::kLost, EPROTO, "its answer makes no sense");
+      continue;
+    }
+    for (uint64_t rest = uint64_t(n); rest;) {
+      const uint64_t k = std::min(rest, now[piece].bytes - into);
+      into += k, rest -= k;
+      if (into == now[piece].bytes) ++piece, into = 0;
+    }
+    if (piece == now.size()) {
+      asked.pop_front();
+      headed = piece = 0;
+    }
+    if (now_ns() > deadline && (more || !asked.empty())) fail(PeerError::kOther, ETIMEDOUT, "not done before the deadline");
+  }
+  g.done = true;
+}
+
+void Link::read(std::span<const Piece> pieces, int64_t timeout_ns) {
+  Link* one = this;
+  read_striped({one}, pieces, timeout_ns);
+}
+
+void read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces, int64_t timeout_ns) {
+  if (links.empty()) throw std::invalid_argument("no links to read from");
+  const int64_t now = now_ns(), deadline = timeout_ns > INT64_MAX - now ? INT64_MAX : now + std::max<int64_t>(timeout_ns, 0);
+  Cutter cutter(pieces);
+  std::mutex mutex;
+  std::exception_ptr first;
+  auto work = [&](Link* l) {
+    try {
+      l->read_from([&] { return cutter.next(); }, deadline);
+    } catch (...) {
+      cutter.stop();  // the others finish what they have asked for
+      std::lock_guard lock(mutex);
+      if (!first) first = std::current_exception();
+    }
+  };
+  uint64_t total = 0;
+  for (const Piece& p : pieces) total += std::min(p.bytes, kFrameBytes * links.size());
+  const size_t useful = std::clamp<size_t>(size_t((total + kFrameBytes - 1) / kFrameBytes), 1, links.size());
+  {
+    std::vector<std::jthread> threads;
+    for (size_t i = 1; i < useful; ++i) threads.emplace_back(work, links[i]);
+    work(links[0]);
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace mcr::peer

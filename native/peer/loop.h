@@ -1,0 +1,90 @@
+// One event loop of the peer server: connections as small state machines on one thread. A slow receiver holds up nobody but itself.
+#pragma once
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "pool/unix.h"
+#include "protocol.h"
+
+namespace mcr::peer {
+
+class Server;
+struct Session;
+
+// Bytes on their way out: of its own, of memory, or of a file, whichever `keep` keeps alive.
+struct Out {
+  std::string own;
+  const std::byte* memory = nullptr;
+  int file = -1;
+  uint64_t at = 0;  // sent of `own`, or the offset in the file
+  uint64_t left = 0;
+  std::shared_ptr<const void> keep;
+};
+
+struct Conn {
+  Fd fd;
+  uint64_t serial = 0;
+  Challenge challenge{};
+  std::shared_ptr<Session> session;  // null until it has proved that it knows the secret
+  bool events = false, busy = false, waiting = false, dead = false;
+  bool again = false, learnt = false;  // the request is put off until the arenas that came since are known; they are
+  WaitRequest wait;
+  int64_t wait_deadline = INT64_MAX, deadline = INT64_MAX;  // of the handshake, or of a send that makes no progress
+  std::string in;
+  std::deque<Out> out;
+  size_t owned = 0;  // bytes in `out` that take memory here
+  uint32_t armed = 0;
+  void reply(Op op, Code code, uint64_t aux = 0, std::string_view body = {});
+};
+
+class Loop {
+ public:
+  Loop(Server& server, Fd listening);  // throws std::system_error
+  ~Loop();
+  void go();  // once all loops are there
+  void stop();
+  void adopt(Fd fd);                                           // a connection that was accepted
+  void post(uint64_t conn, std::string bytes, bool answer);    // sends; `answer`: the connection may go on with its next request
+  void poke();                                                 // looks after those who wait
+
+ private:
+  struct Message {
+    uint64_t conn;
+    std::string bytes;
+    bool answer;
+  };
+  void run();
+  void wake();
+  void take_inbox();
+  void accept_all();
+  void start(Fd fd);
+  void handle(Conn& c, uint32_t events);
+  void receive(Conn& c);
+  void parse(Conn& c);
+  void send(Conn& c);
+  bool send_memory(Conn& c, uint64_t* budget);  // false: no room in the socket, or dead
+  bool send_file(Conn& c, uint64_t* budget);
+  void look_at_waiters();
+  void check_deadlines(int64_t now);
+  void arm(Conn& c);
+  void settle(Conn& c);
+  void due(int64_t when) { next_check_ = std::min(next_check_, when); }
+
+  Server& server_;
+  Fd listening_, epoll_, wake_;
+  bool paused_ = false;  // no descriptors left to accept with
+  std::unordered_map<uint64_t, std::unique_ptr<Conn>> conns_;
+  int64_t next_check_ = INT64_MAX;
+  std::mutex mutex_;
+  std::vector<Message> inbox_;
+  std::vector<Fd> adopted_;
+  bool poked_ = false, stopped_ = false;
+  std::thread thread_;
+};
+
+}  // namespace mcr::peer

@@ -1,0 +1,173 @@
+"""Objects of one node are got on another: a real Ray cluster, every node with a network and a pool of its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cluster import Cluster, unavailable
+from mooncake_ray.testing import Allowed
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=f"no namespaces here: {unavailable()}")
+
+START = """
+import gc, json, os, sys, time
+import numpy as np, ray, torch
+import mooncake_ray
+limits = dict(capacity_bytes=128 << 20, prefault_bytes=16 << 20, linger_s=1.0, spill_dir="off")
+mooncake_ray.install(**limits, pull_timeout_s=float(os.environ.get("PULL_S", "40")))
+ray.init(log_to_driver=False)
+def on(node, **options): return dict(resources={f"node{node}": 0.01}, num_cpus=0, **options)
+@ray.remote(num_cpus=0)
+class Worker:
+    def make(self, n, seed=0): return torch.arange(n, dtype=torch.float32) + seed
+    def keep(self, n, seed=0):
+        self.ref = ray.put(torch.arange(n, dtype=torch.float32) + seed)
+        return [self.ref]
+    def drop(self): del self.ref
+    def sum(self, x): return float(x.double().sum())
+    def get(self, refs): return float(ray.get(refs[0]).double().sum())
+    def stats(self):
+        gc.collect()
+        return mooncake_ray.pool_stats()
+    def run(self, code):
+        scope = {"self": self, "np": np, "torch": torch, "mooncake_ray": mooncake_ray}
+        exec(code, scope)
+        return scope.get("out")
+def workers(*nodes): return [Worker.options(**on(n)).remote() for n in nodes]
+def expected(n, seed=0): return float((torch.arange(n, dtype=torch.float32) + seed).double().sum())
+def eventually(condition, what):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.05)
+def settles(*ws):
+    for w in ws:
+        eventually(lambda: ray.get(w.stats.remote())["used_bytes"] == 0, lambda: ray.get(w.stats.remote()))
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with Cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def leaks_allowed() -> Allowed:
+    """The cluster is the module's; its own processes come and go."""
+    return Allowed(processes=("*",))
+
+
+def run(cluster: Cluster, body: str, node: int = 0, **env: str) -> str:
+    return cluster.program(node, START + body + "\nprint('done')", env=env, timeout_s=180)
+
+
+def test_put_and_returns_are_got_on_another_node(nodes):
+    run(
+        nodes,
+        """
+a, b = workers(1, 2)
+n = 1 << 20
+ref = ray.put(torch.arange(n, dtype=torch.float32))
+assert ray.get(a.sum.remote(ref)) == expected(n)            # put here, an argument there
+assert ray.get(b.sum.remote(a.make.remote(n, 3))) == expected(n, 3)  # a return, an argument elsewhere
+assert float(ray.get(a.make.remote(n, 4)).double().sum()) == expected(n, 4)
+held = ray.get(a.keep.remote(n, 5))
+assert ray.get(b.get.remote(held)) == expected(n, 5)        # put by a worker, a ref in a list
+x = np.arange(1 << 18)
+assert ray.get(a.run.options(num_returns=1).remote("out = float(np.arange(1 << 18).sum())")) == float(x.sum())
+del ref, held
+a.drop.remote()
+settles(a, b)
+""",
+    )
+
+
+def test_a_replica_is_shared_on_its_node_and_goes_with_the_object(nodes):
+    run(
+        nodes,
+        """
+a, b, c = workers(1, 2, 2)
+n = 4 << 20
+held = ray.get(a.keep.remote(n))
+assert ray.get([b.get.remote(held), c.get.remote(held)]) == [expected(n)] * 2
+assert ray.get(b.stats.remote())["objects"] == 1
+del held
+a.drop.remote()
+settles(a, b)
+""",
+    )
+
+
+def test_parts_of_a_batch_come_alone(nodes):
+    run(
+        nodes,
+        """
+a, b = workers(1, 2)
+make = '''
+rows = 64
+proto = mooncake_ray.DataProto.from_dict(tensors={"big": torch.randn(rows, 1 << 14), "small": torch.arange(rows * 4).reshape(rows, 4)})
+self.ref = mooncake_ray.put_batch(proto)
+out = self.ref
+'''
+ref = ray.get(a.run.remote(make))
+got = mooncake_ray.get(ref, fields=["small"])
+assert torch.equal(got.batch["small"], torch.arange(256).reshape(64, 4))
+part = mooncake_ray.get(ref, fields=["big"], rows=slice(3, 5))
+whole = mooncake_ray.get(ref)
+assert torch.equal(part.batch["big"], whole.batch["big"][3:5])
+""",
+    )
+
+
+def test_what_is_passed_on_lives_here(nodes):
+    run(
+        nodes,
+        """
+a, b = workers(1, 2)
+n = 1 << 20
+held = ray.get(a.keep.remote(n))
+mine = ray.put(ray.get(held[0]))     # this node's replica, claimed
+del held
+ray.get(a.drop.remote())
+assert ray.get(b.get.remote([mine])) == expected(n)
+""",
+    )
+
+
+def test_a_dead_node_is_an_error_in_time(nodes):
+    run(
+        nodes,
+        """
+a, b = workers(1, 2)
+n = 1 << 20
+held = ray.get(a.keep.remote(n))
+ray.kill(a)
+began = time.monotonic()
+try:
+    ray.get(held[0])
+except ray.exceptions.RayError as e:
+    print(type(e).__name__)
+else:
+    raise AssertionError("got what is gone")
+assert time.monotonic() - began < 60
+""",
+        PULL_S="20",
+    )
+
+
+def test_status_tells_of_the_services(nodes):
+    out = run(
+        nodes,
+        """
+a, b = workers(1, 2)
+assert ray.get(b.sum.remote(a.make.remote(1 << 20))) == expected(1 << 20)
+from mooncake_ray.objects import nodes
+print("report", json.dumps(nodes.reports()))
+""",
+    )
+    reports = json.loads(next(line for line in out.splitlines() if line.startswith("report")).partition(" ")[2])
+    assert len(reports) == 3
+    assert {"tcp"} <= {name for report in reports for name in report["peers"].values()}

@@ -1,0 +1,269 @@
+"""Two engines around two pools, talking by 127.0.0.1: objects and parts of objects get from one pool into the other."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mooncake_ray._native import pool
+from mooncake_ray.errors import GetTimeoutError, ObjectLostError, ObjectNotFoundError, PeerRefusedError, TransportError
+from mooncake_ray.store import node
+from mooncake_ray.transfer.directory import Endpoint
+from mooncake_ray.transfer.door import Door, door_name
+from mooncake_ray.transfer.engine import Engine
+
+SECRET = b"s" * 32
+DEADLINE_S = 30.0
+CAPACITY = 32 << 20
+
+
+class Map:
+    """A directory that is a dict, shared by the engines of a test."""
+
+    def __init__(self) -> None:
+        self.engines: dict[bytes, Endpoint] = {}
+        self.dead: set[bytes] = set()
+
+    def of(self, own: list[Endpoint]) -> Map.View:
+        return Map.View(self, own)
+
+    class View:
+        def __init__(self, all: Map, own: list[Endpoint]) -> None:
+            self.all, self.own = all, own
+
+        def resolve(self, pool_id):
+            return None if pool_id in self.all.dead else self.all.engines.get(pool_id)
+
+        def is_lost(self, pool_id):
+            return pool_id in self.all.dead
+
+        def others(self):
+            return [e for p, e in self.all.engines.items() if p not in self.all.dead and e not in self.own]
+
+
+class Site:
+    """A pool, its engine, and a process that uses both."""
+
+    def __init__(self, scope, map: Map, secret: bytes = SECRET) -> None:
+        self.store = scope.store()
+        name = node.broker_name(scope.name)
+        own: list[Endpoint] = []
+        client = node.connect(name, scope.config)
+        self.engine = Engine(client, door_name(name), map.of(own), secret, "127.0.0.1", scope.config)
+        own.append(self.engine.endpoint)
+        self.pool_id = self.store.client.pool_id
+        map.engines[self.pool_id] = self.engine.endpoint
+        self.door = Door(door_name(name))
+        self.scope = scope
+
+    def put(self, data: bytes) -> bytes:
+        lease = self.store.create(len(data))
+        memoryview(lease)[:] = data
+        return self.store.publish(lease).id
+
+    def free(self, id: bytes) -> None:
+        self.store.free([self.key(id)])
+
+    def key(self, id: bytes):
+        from mooncake_ray.store import ObjectKey
+
+        return ObjectKey(self.pool_id, id)
+
+    def get(self, home: Site, id: bytes, timeout_s: float = DEADLINE_S) -> bytes:
+        with self.door.pulled(home.pool_id, id, timeout_s) as here:
+            assert here == id
+            return bytes(memoryview(self.store.client.get(id)))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@pytest.fixture
+def sites(scope_with):
+    made: list[Site] = []
+    map = Map()
+
+    def make(secret: bytes = SECRET, **settings) -> Site:
+        made.append(Site(scope_with(**settings), map, secret))
+        return made[-1]
+
+    make.map = map
+    yield make
+    for site in made:
+        site.close()
+
+
+def data_of(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8).tobytes()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data).hexdigest()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 8 << 10, (64 << 10) + 1, 1 << 20, (9 << 20) + 5])
+def test_an_object_is_what_it_was(sites, nbytes):
+    a, b = sites(), sites()
+    data = data_of(nbytes)
+    id = a.put(data)
+    assert digest(b.get(a, id)) == digest(data)
+    sent = a.engine.server.stats()["bytes_sent"]
+    assert digest(b.get(a, id)) == digest(data), "it is here now"
+    assert a.engine.server.stats()["bytes_sent"] == sent, "and is not sent again"
+
+
+def test_parts_of_an_object(sites):
+    a, b = sites(), sites()
+    data = data_of(1 << 20)
+    id = a.put(data)
+    runs = np.array([[0, 10], [5000, 0], [4096, 4096], [(1 << 20) - 1, 1], [7, 3]], np.uint64)
+    with b.door.read(a.pool_id, id, runs, DEADLINE_S) as here:
+        got = bytes(memoryview(b.store.client.get(here)))
+    assert got == b"".join(data[o : o + n] for o, n in runs.tolist())
+    sent = a.engine.server.stats()["bytes_sent"]
+    assert sent < 64 << 10, "only what was asked for"
+
+
+def test_thousands_of_runs(sites):
+    a, b = sites(), sites()
+    data = data_of(4 << 20)
+    id = a.put(data)
+    starts = np.random.default_rng(1).permutation(20000) * 200
+    runs = np.stack((starts, np.full(20000, 150)), axis=1).astype(np.uint64)
+    with b.door.read(a.pool_id, id, runs, DEADLINE_S) as here:
+        got = bytes(memoryview(b.store.client.get(here)))
+    assert digest(got) == digest(b"".join(data[s : s + 150] for s in starts.tolist()))
+
+
+def test_a_run_beyond_the_object(sites):
+    a, b = sites(), sites()
+    id = a.put(data_of(1000))
+    with pytest.raises(TransportError, match="which has 1000 bytes"), b.door.read(a.pool_id, id, np.array([[990, 11]], np.uint64), 5.0):
+        pass
+
+
+def test_many_want_the_same(sites):
+    a, b = sites(), sites()
+    data = data_of(6 << 20)
+    id = a.put(data)
+    got: list[str] = []
+    threads = [threading.Thread(target=lambda: got.append(digest(b.get(a, id)))) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == [digest(data)] * 8
+    assert a.engine.server.stats()["bytes_sent"] < 7 << 20, "it was sent once"
+
+
+def test_what_is_not_there(sites):
+    a, b = sites(), sites()
+    id = a.put(b"x" * 100)
+    a.free(id)
+    with pytest.raises(ObjectNotFoundError):
+        b.get(a, id)
+
+
+def test_a_pool_that_nobody_serves(sites):
+    a, b = sites(), sites()
+    id = a.put(b"x" * 100)
+    del sites.map.engines[a.pool_id]
+    with pytest.raises(GetTimeoutError, match="nobody serves that pool"):
+        b.get(a, id, 0.3)
+    sites.map.dead.add(a.pool_id)
+    with pytest.raises(ObjectLostError):
+        b.get(a, id)
+
+
+def test_a_freed_object_leaves_no_replica(sites):
+    a, b = sites(), sites()
+    ids = [a.put(data_of(n)) for n in (100, 100 << 10, 5 << 20)]
+    for id in ids:
+        b.get(a, id)
+    assert b.store.stats()["objects"] == 3
+    for id in ids:
+        a.free(id)
+    b.scope.eventually(lambda: b.store.stats()["objects"] == 0, b.store.stats)
+    b.scope.eventually(lambda: a.store.stats()["pins"] == 0, a.store.stats)
+
+
+def test_replicas_go_when_the_room_is_needed(sites):
+    a, b = sites(), sites()
+    ids = [a.put(data_of(9 << 20, n)) for n in range(3)]
+    for id in ids:
+        b.get(a, id)
+    kept = b.put(data_of(20 << 20))
+    assert len(b.store.view(b.key(kept))) == 20 << 20
+    assert digest(b.get(a, ids[0])) == digest(data_of(9 << 20, 0)), "and come again"
+
+
+def test_a_replica_serves_when_its_home_is_dead(sites):
+    a, b, c = sites(), sites(), sites()
+    data = data_of(1 << 20)
+    id = a.put(data)
+    b.get(a, id)
+    a.engine.close()
+    sites.map.dead.add(a.pool_id)
+    assert digest(c.get(a, id)) == digest(data)
+
+
+def test_another_secret(sites):
+    a, b = sites(), sites(secret=b"t" * 32)
+    id = a.put(b"x" * 100)
+    with pytest.raises(PeerRefusedError):
+        b.get(a, id)
+
+
+def test_a_chain_of_nodes(sites):
+    a, *readers = (sites() for _ in range(4))
+    data = data_of(16 << 20)
+    id = a.put(data)
+    got: list[str] = []
+    threads = [threading.Thread(target=lambda r=r: got.append(digest(r.get(a, id)))) for r in readers]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == [digest(data)] * 3
+    assert a.engine.server.stats()["bytes_sent"] < 3 * len(data), "they had some of it from each other"
+
+
+def test_an_engine_that_comes_back(sites):
+    a, b = sites(), sites()
+    data = data_of(2 << 20)
+    first, second = a.put(data), a.put(data)
+    b.get(a, first)
+    a.engine.close()
+    got: list[str] = []
+    waiting = threading.Thread(target=lambda: got.append(digest(b.get(a, second))))
+    waiting.start()
+    name = node.broker_name(a.scope.name)
+    engine = Engine(node.connect(name, a.scope.config), door_name(name), sites.map.of([]), SECRET, "127.0.0.1", a.scope.config)
+    sites.map.engines[a.pool_id] = engine.endpoint
+    waiting.join()
+    engine.close()
+    assert got == [digest(data)]
+
+
+def test_a_spilled_object(sites, tmp_path):
+    a, b = sites(spill_dir=str(tmp_path)), sites()
+    ids = [a.put(data_of(8 << 20, n)) for n in range(8)]
+    for n, id in enumerate(ids):
+        assert digest(b.get(a, id)) == digest(data_of(8 << 20, n))
+    assert a.store.stats()["spilled_objects" if "spilled_objects" in a.store.stats() else "disk_bytes"] > 0
+
+
+def test_settings_name_the_transport(sites):
+    from mooncake_ray.errors import MooncakeRayError
+
+    with pytest.raises(MooncakeRayError, match="verbs"):
+        sites(transport="verbs")
+    assert replace(sites().scope.config).transport == "auto"
+
+
+def test_kinds_of_claims():
+    assert pool.KIND_REPLICA != pool.KIND_SELF
