@@ -21,13 +21,15 @@ from mooncake_ray.data import DataProto
 from mooncake_ray.errors import SchemaError
 from mooncake_ray.objects import batches
 from mooncake_ray.store.frameworks import as_stored
-from mooncake_ray.store.packing import Packer
+from mooncake_ray.store.packing import Packer, Region
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 _here = threading.local()
 
 
-class Region:
+class Memory(Region):
+    """This thread's, in place of an object of a pool."""
+
     def private(self):
         return _here.memory
 
@@ -35,7 +37,7 @@ class Region:
 
 
 def region():
-    return Region()
+    return Memory(None, b"")
 
 
 def dumped(value) -> bytes:
