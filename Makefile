@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+, := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
 .PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos soak cluster clean
@@ -27,20 +28,28 @@ test-all: $(STAMP) native-test ## The slow ones too
 oracle: $(STAMP) ## Every oracle case, also with the decorator in place of install()
 	ORACLE_SUBJECT="pool decorated" $(BIN)/python -m pytest -q tests/integration/test_oracle.py
 
+# $(call sanitized,FOLDER,SANITIZERS): configures a build of the C++ tests.
+sanitized = $(BIN)/cmake -S native -B build/$(1) -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),1000000) \
+	-DMOONCAKE_SANITIZE=$(2) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+
 native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
-	$(BIN)/cmake -S native -B build/asan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),1000000) -DMOONCAKE_SANITIZE=address,undefined -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	$(call sanitized,asan,address$(,)undefined)
 	$(BIN)/cmake --build build/asan
 	$(BIN)/ctest --test-dir build/asan --output-on-failure
-	$(BIN)/cmake -S native -B build/tsan -G Ninja -DMOONCAKE_TESTS=ON -DMOONCAKE_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),1000000) -DMOONCAKE_SANITIZE=thread -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	$(call sanitized,tsan,thread)
 	$(BIN)/cmake --build build/tsan
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure
 
 # Without the plugins that these tests do without: starting takes its time in an emulated machine.
-RDMA_PYTEST = env MOONCAKE_RDMA_REQUIRED=1 PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
-	$(BIN)/python -m pytest -q -p no:cacheprovider -p pytest_timeout
+RDMA_PYTEST = PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -q -p no:cacheprovider -p pytest_timeout
 
 rdma-test: $(STAMP) rdma-two-guests ## RDMA, in an emulated machine with soft-RoCE (minutes)
-	scripts/rdma-vm.sh -t 1500 $(RDMA_PYTEST) tests/rdma
+	$(call sanitized,asan,address$(,)undefined)
+	$(call sanitized,tsan,thread)
+	$(BIN)/cmake --build build/asan --target verbs_reader_test
+	$(BIN)/cmake --build build/tsan --target verbs_reader_test
+	MOONCAKE_RDMA_REQUIRED=1 scripts/rdma-vm.sh -t 1500 sh -ec \
+	  'build/asan/tests/verbs_reader_test; TSAN_OPTIONS=halt_on_error=1 build/tsan/tests/verbs_reader_test; $(RDMA_PYTEST) tests/rdma'
 
 rdma-two-guests: $(STAMP) ## RDMA between two emulated machines, on a wire that loses packets
 	$(BIN)/python tests/rdma/two_guests.py

@@ -194,7 +194,7 @@ class Verbs:
             self._open()
             self._made += 1
             connection.number = self._made
-            alive = [c.number for c in self._connections if c.is_open]
+            alive = [c.number for c in self._connections if not c.closed]
             self._connections.add(connection)
         try:
             connection.open(self._token, alive)
@@ -254,6 +254,8 @@ class _Connection:
         queues = [[*pair, *end] for pair, end in zip(self._pairs, reader.ends(), strict=True)]
         blob = json.dumps({"by": by, "connect": self.number, "alive": alive, "rails": self._ports, "queues": queues}).encode()
         answer = self._peer.exchange(blob)
+        if not answer:
+            raise TransportError(f"{self._peer} refused a connection; its log says why", "exchange", errno.ECONNREFUSED, str(self._peer))
         try:
             ends = [tuple(end) for end in json.loads(answer)["ends"]]
             for i, ((_, theirs), end) in enumerate(zip(self._pairs, ends, strict=True)):
@@ -267,9 +269,9 @@ class _Connection:
         self._give(self._regions.of(np.empty((0, 4), np.uint64)))
 
     @property
-    def is_open(self) -> bool:
+    def closed(self) -> bool:
         reader = self._reader
-        return reader is not None and not reader.why_closed
+        return reader is None or bool(reader.why_closed)
 
     def read(self, ranges: np.ndarray, timeout_s: float) -> None:
         check_table(ranges)

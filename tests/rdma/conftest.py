@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "conformance"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("conformance", "unit")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

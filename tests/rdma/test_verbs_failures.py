@@ -178,6 +178,13 @@ def test_a_port_on_another_kind_of_network(pair):
         pair.connect(infiniband)
 
 
+def test_a_peer_that_refuses(pair):
+    with pytest.raises(TransportError, match="there:1 refused") as refused:
+        pair.connect(exchange=lambda blob: b"")
+    assert refused.value.errno == errno.ECONNREFUSED
+    pair.read_all(pair.connect())
+
+
 def test_old_connections_make_room(pair):
     """What a closed connection had at the peer goes when the next one comes; open ones stay, and their number has a limit."""
     for _ in range(70):
