@@ -24,7 +24,7 @@ logger = logging.getLogger("mooncake_ray")
 
 _OFFERED = ("tcp", "verbs")  # with `auto`, where they can be used; others only if they are asked for by name
 _POLL_S = 1.0
-_NAME_BYTES = 16
+_ID_BYTES = 16
 
 
 class Engine:
@@ -121,9 +121,7 @@ class Engine:
             if kind != pool.KIND_GONE:
                 self.client.disown(kind, key, False)  # an engine calls no tasks
                 continue
-            id = key[:_NAME_BYTES]
-            self.server.gone(id)
-            self.puller.dropped(id)
+            self.server.gone(key[:_ID_BYTES])
 
     def _requests(self) -> None:
         while not self._closing:

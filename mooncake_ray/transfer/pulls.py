@@ -28,7 +28,7 @@ from mooncake_ray.transfer.peers import Node, Peers, Pinned
 
 __all__ = ["Puller"]
 
-_RELAY_FROM = 4 << 20  # bytes: smaller objects are read from their home by everybody
+_RELAY_FROM = 1 << 20  # bytes: smaller objects are read from their home by everybody; as its tracker has it
 _CHUNK = 16 << 20  # bytes read at a time of an object that others read from here meanwhile
 _FIRST_CHUNK = 1 << 20
 _AGAIN_S = 0.05  # before the first try again; then twice as long each time, up to …
@@ -54,7 +54,6 @@ class Puller:
         self._client, self._server, self._peers, self._directory, self._has_arena = client, server, peers, directory, has_arena
         self._lock = threading.Lock()
         self._flights: dict[bytes, _Flight] = {}
-        self._homes: dict[bytes, Endpoint] = {}  # of the replicas here: who tells when they are of no more use
 
     # ---- whole objects
 
@@ -87,14 +86,9 @@ class Puller:
 
     def _fly(self, flight: _Flight, pool_id: bytes, id: bytes, deadline: Deadline) -> pool.Pin:
         try:
-            pin, home = self._bring(pool_id, id, deadline)
-            with self._lock:
-                if home is not None and not flight.gone:
-                    self._homes[id] = home
-            if home is not None:
-                self._client.watch([id])
-                if flight.gone:
-                    self._client.unclaim(pool.KIND_REPLICA, id)
+            pin = self._bring(pool_id, id, deadline)
+            if flight.gone:
+                self._client.unclaim(pool.KIND_REPLICA, id)
             return pin
         except MooncakeRayError as e:
             flight.error = e
@@ -109,32 +103,18 @@ class Puller:
         with self._lock:
             if (flight := self._flights.get(id)) is not None:
                 flight.gone = True
-            self._homes.pop(id, None)
         self._client.unclaim(pool.KIND_REPLICA, id)
 
-    def dropped(self, id: bytes) -> None:
-        """The object is not in this pool any more."""
-        with self._lock:
-            self._homes.pop(id, None)
-
-    def held_from(self, endpoint: Endpoint) -> list[bytes]:
-        """The replicas here that came from there."""
-        with self._lock:
-            return [id for id, home in self._homes.items() if home == endpoint]
-
-    def _bring(self, pool_id: bytes, id: bytes, deadline: Deadline) -> tuple[pool.Pin, Endpoint | None]:
-        """The pinned object, and where it came from; None if it was here."""
+    def _bring(self, pool_id: bytes, id: bytes, deadline: Deadline) -> pool.Pin:
+        """Copies the object from its home, or if that is dead, from whoever has it."""
         what = f"object {id.hex()} of pool {pool_id.hex()[:8]}"
 
-        def copy(node: Node) -> tuple[pool.Pin, Endpoint | None]:
-            return self._copy(node, id, deadline), node.endpoint
-
         try:
-            return self._at_home(pool_id, what, deadline, copy)
+            return self._at_home(pool_id, what, deadline, lambda node: self._copy(node, id, deadline))
         except ObjectLostError:
             for endpoint in self._directory.others():
                 with contextlib.suppress(ObjectNotFoundError, ObjectLostError, TransportError):
-                    return copy(self._peers.of(endpoint))
+                    return self._copy(self._peers.of(endpoint), id, deadline)
             raise
 
     def _at_home(self, pool_id: bytes, what: str, deadline: Deadline, attempt: Callable[[Node], T]) -> T:
@@ -205,7 +185,6 @@ class Puller:
                 count("relays_lost")
                 with home.pinned(there.id, deadline, bad_source=source) as again:
                     source = again.source
-                    at = 0 if not relayed else at
 
     def _read_on(self, node: Node, there: Pinned, lease: pool.Lease, at: int, stepwise: bool, deadline: Deadline) -> int:
         """Reads what is there from `at` on, or some of it. Returns how far it got: up to there the bytes are right."""
