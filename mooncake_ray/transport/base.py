@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from mooncake_ray.errors import PeerLostError, TransportError
+from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError
 
 if TYPE_CHECKING:
     from mooncake_ray.config import Config
@@ -151,6 +151,14 @@ class Transport(Protocol):
     def close(self) -> None:
         """Closes its connections, and lets go of all memory. Idempotent."""
         ...
+
+
+def check_registration(memory: Memory, known: Container[int], is_open: bool) -> None:
+    """Raises RegistrationError where a transport is closed (EBADF), or knows that region (EEXIST)."""
+    if not is_open:
+        raise RegistrationError("this transport is closed", "register", errno.EBADF)
+    if memory.region in known:
+        raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
 
 
 def timed_out(op: str, timeout_s: float, peer: str = "") -> TransportError:

@@ -30,7 +30,19 @@ import numpy as np
 
 from mooncake_ray._native import pool
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
-from mooncake_ray.transport.base import LENGTH, OFFSET, REGION, Connection, Memory, Peer, Regions, checked_ranges, pieces, timed_out
+from mooncake_ray.transport.base import (
+    LENGTH,
+    OFFSET,
+    REGION,
+    Connection,
+    Memory,
+    Peer,
+    Regions,
+    check_registration,
+    checked_ranges,
+    pieces,
+    timed_out,
+)
 from mooncake_ray.transport.registry import register_transport
 
 if TYPE_CHECKING:
@@ -84,10 +96,7 @@ class Mooncake:
 
     def register(self, memory: Memory) -> None:
         with self._lock:
-            if not self._open:
-                raise RegistrationError("this transport is closed", "register", errno.EBADF)
-            if memory.region in self._memory:
-                raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+            check_registration(memory, self._memory, self._open)
             if status := self._engine.register_memory(memory.address, memory.nbytes):
                 text = f"Mooncake refuses to register {memory.nbytes} bytes at {memory.address:#x}: it returned {status}"
                 raise RegistrationError(text, "register_memory")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mooncake_ray._native import pool
-from mooncake_ray.errors import BrokerDiedError, PeerLostError, RegistrationError, StoreError, TransportError
+from mooncake_ray.errors import BrokerDiedError, PeerLostError, StoreError, TransportError
 from mooncake_ray.errors import TransportUnavailableError as Unavailable
 from mooncake_ray.transport.base import (
     LENGTH,
@@ -30,6 +30,7 @@ from mooncake_ray.transport.base import (
     Connection,
     Memory,
     Peer,
+    check_registration,
     check_table,
     checked_ranges,
     pieces,
@@ -102,10 +103,7 @@ class Shm:
 
     def register(self, memory: Memory) -> None:
         with self._lock:
-            if not self._open:
-                raise RegistrationError("this transport is closed", "register", errno.EBADF)
-            if memory.region in self._regions:
-                raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+            check_registration(memory, self._regions, self._open)
             self._regions.add(memory.region)
 
     def describe(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from mooncake_ray.errors import RegistrationError, TransportError
-from mooncake_ray.transport.base import LENGTH, Connection, Memory, Peer, check_table, timed_out
+from mooncake_ray.errors import TransportError
+from mooncake_ray.transport.base import LENGTH, Connection, Memory, Peer, check_registration, check_table, timed_out
 from mooncake_ray.transport.registry import register_transport
 
 if TYPE_CHECKING:
@@ -51,10 +51,7 @@ class Tcp:
 
     def register(self, memory: Memory) -> None:
         with self._lock:
-            if not self._open:
-                raise RegistrationError("this transport is closed", "register", errno.EBADF)
-            if memory.region in self._regions:
-                raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+            check_registration(memory, self._regions, self._open)
             self._regions.add(memory.region)
 
     def describe(self) -> dict[str, Any]:
