@@ -80,7 +80,7 @@ soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --minutes $(or $(MINUTES),30)
 
 cluster: $(STAMP) ## A Ray cluster of N=3 nodes on this machine, each with a network of its own, to try things in by hand
-	$(BIN)/python -m cluster $(or $(N),3)
+	$(BIN)/python -m bench.cluster $(or $(N),3)
 
 clean: ## Forget builds and the virtual environment
 	rm -rf build out $(VENV)

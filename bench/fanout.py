@@ -1,6 +1,6 @@
 """One object that lies on one node is got by eight readers on four others, two on each, who all ask at once.
 
-Five nodes on this machine, each with a network of its own (see `cluster`), on links that are slow enough to be what limits. Seconds until
+Five nodes on this machine, each with a network of its own (see `bench.cluster`), on links that are slow enough to be what limits. Seconds until
 the last reader has it: `one` and `all` are one reader and eight, through the pool; `ray` is eight, through Ray's own store. A home that sends
 to each of four nodes needs four times as long as to one.
 """
@@ -18,7 +18,7 @@ from bench.fleet import Fleet, note
 from bench.plans import one_step
 from bench.pull_server import SUBJECTS, size_of
 from bench.report import Result, Target, compare, summarize
-from cluster import Cluster, Link
+from bench.cluster import Cluster, Link
 
 __all__ = ["BASELINES", "Step", "plan", "run", "targets"]
 

@@ -1,6 +1,6 @@
 """What was put on one node is got on another: by plain Ray, through the pool, and what the link between them can do.
 
-Two nodes on this machine, each with a network of its own (see `cluster`); the link is a veth pair, left alone (`unshaped`) or held to
+Two nodes on this machine, each with a network of its own (see `bench.cluster`); the link is a veth pair, left alone (`unshaped`) or held to
 10 Gbit/s (`shaped`). What is timed is the get in an actor of the other node, of a value that was put for this get alone. `mooncake` is its
 transfer engine reading into memory that is registered and populated already, from one process to another, without any store. `floor` is
 iperf3, with as many streams as the pool uses; for latency, an echo over a TCP connection that is open already.
@@ -27,7 +27,7 @@ from bench.fleet import Fleet, Popen, ServerError, note
 from bench.payloads import VERL
 from bench.pull_server import LATENCY, SUBJECTS, size_of
 from bench.report import Result, Target, compare, summarize
-from cluster import Cluster, Link
+from bench.cluster import Cluster, Link
 
 __all__ = ["BASELINES", "Step", "plan", "popen_on", "run", "targets"]
 

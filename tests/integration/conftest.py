@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import cluster
+from bench import cluster
 from mooncake_ray.testing import Allowed
 
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
@@ -104,7 +104,7 @@ class Pool:
 
 @pytest.fixture
 def cluster_of() -> Iterator[Callable[..., cluster.Cluster]]:
-    """Makes clusters of several nodes (see `cluster.Cluster`), and ends them. They know nothing of the Ray of this process."""
+    """Makes clusters of several nodes (see `bench.cluster.Cluster`), and ends them. They know nothing of the Ray of this process."""
     if why := cluster.unavailable():
         pytest.skip(f"no network namespaces here: {why}")
     with contextlib.ExitStack() as made:

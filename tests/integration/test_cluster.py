@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import cluster
-from cluster import Link, Network, NetworkError
+from bench import cluster
+from bench.cluster import Link, Network, NetworkError
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTEN = """
@@ -160,7 +160,7 @@ def test_whoever_kills_a_command_ends_it(pair):
 def test_a_killed_program_leaves_no_host():
     """Neither its processes nor its namespaces."""
     code = """
-from cluster import Network
+from bench.cluster import Network
 network = Network()
 host = network.add(0)
 host.popen(["sleep", "1000"])

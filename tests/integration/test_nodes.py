@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cluster import Cluster, unavailable
+from bench.cluster import Cluster, unavailable
 from mooncake_ray.testing import Allowed
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=f"no namespaces here: {unavailable()}")

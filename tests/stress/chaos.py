@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster
+from bench.cluster import Cluster
 from stress.outcome import Outcome, note
 
 __all__ = ["Options", "run"]

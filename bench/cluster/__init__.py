@@ -1,6 +1,6 @@
 """Several nodes on one machine, for tests and benches."""
 
-from cluster.netns import Host, Link, Network, NetworkError, unavailable
-from cluster.nodes import Cluster, ClusterError
+from bench.cluster.netns import Host, Link, Network, NetworkError, unavailable
+from bench.cluster.nodes import Cluster, ClusterError
 
 __all__ = ["Cluster", "ClusterError", "Host", "Link", "Network", "NetworkError", "unavailable"]

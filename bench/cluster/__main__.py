@@ -8,13 +8,13 @@ import signal
 import sys
 import time
 
-from cluster.netns import Link
-from cluster.nodes import SETTINGS, Cluster
+from bench.cluster.netns import Link
+from bench.cluster.nodes import SETTINGS, Cluster
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Keeps a cluster up until Ctrl-C."""
-    cli = argparse.ArgumentParser(prog="python -m cluster", description="A Ray cluster of several nodes on this machine.")
+    cli = argparse.ArgumentParser(prog="python -m bench.cluster", description="A Ray cluster of several nodes on this machine.")
     cli.add_argument("nodes", type=int, nargs="?", default=3)
     cli.add_argument("--gbit", type=float, help="Gbit/s of every link; by default unlimited")
     options = cli.parse_args(arguments)

@@ -1,11 +1,11 @@
-"""A Ray cluster of several nodes on one machine, each on a host of its own (see `cluster.netns`).
+"""A Ray cluster of several nodes on one machine, each on a host of its own (see `bench.cluster.netns`).
 
     with Cluster(3) as cluster:
         cluster.run(1, [sys.executable, "program.py"])      # ray.init() in it joins the cluster, as a driver on node 1
         cluster.hosts[2].shape(Link(bits_per_s=1e9))
         cluster.kill_node(2)
 
-By hand: `python -m cluster 3`, and in other terminals what that says.
+By hand: `python -m bench.cluster 3`, and in other terminals what that says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cluster.netns import PRIVATE, Host, Link, Network, NetworkError
+from bench.cluster.netns import PRIVATE, Host, Link, Network, NetworkError
 
 __all__ = ["SETTINGS", "Cluster", "ClusterError"]
 
