@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench import pull, serving
+from bench.cluster import Cluster, Link
 from bench.fleet import Fleet, note
 from bench.plans import one_step
 from bench.pull_server import SUBJECTS, size_of
 from bench.report import Result, Target, compare, summarize
-from bench.cluster import Cluster, Link
 
 __all__ = ["BASELINES", "Step", "plan", "run", "targets"]
 

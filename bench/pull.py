@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import serving
+from bench.cluster import Cluster, Link
 from bench.fleet import Fleet, Popen, ServerError, note
 from bench.payloads import VERL
 from bench.pull_server import LATENCY, SUBJECTS, size_of
 from bench.report import Result, Target, compare, summarize
-from bench.cluster import Cluster, Link
 
 __all__ = ["BASELINES", "Step", "plan", "popen_on", "run", "targets"]
 

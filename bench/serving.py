@@ -61,7 +61,7 @@ def start_ray(pool_bytes: int, store_bytes: int, spill_dir: str | None = None, c
 
 
 def join_ray(pool_bytes: int) -> None:
-    """Joins the cluster of several nodes that this process was started in (see `bench.cluster`); with a pool on each, unless `pool_bytes` is 0."""
+    """Joins the cluster of several nodes that this process is in (see `bench.cluster`); with a pool on each, unless `pool_bytes` is 0."""
     if pool_bytes:
         import mooncake_ray
 

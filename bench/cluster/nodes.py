@@ -26,7 +26,7 @@ from bench.cluster.netns import PRIVATE, Host, Link, Network, NetworkError
 
 __all__ = ["SETTINGS", "Cluster", "ClusterError"]
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _PORT = 6379
 # Without what takes time to start and tests have no use for: autoscaling.
 _HEAD = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--no-monitor"]
