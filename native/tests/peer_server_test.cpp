@@ -274,6 +274,34 @@ TEST(one_of_four_streams_is_lost) {
   CHECK(size_t(std::count(into.begin(), into.end(), 'x')) == into.size());
 }
 
+// With good ranges around the bad one, in frames before and after it.
+TEST(a_range_that_is_not_there) {
+  Home h;
+  const ObjectId id = put(*h.client, 24 * kMiB);
+  auto one = connect(h.port(), token('a')), two = connect(h.port(), token('a'));
+  std::vector<std::byte> into;
+  std::byte spare[16];
+  const Pinned p = one->pin({id}, kMinute, "", false).at(0);
+  for (const Piece& bad : {Piece{0, 48 * kMiB - 8, 0, 16}, Piece{9, 0, 0, 16}, Piece{kCopies + 99, 0, 0, 16}, Piece{0, UINT64_MAX - 8, 0, 16}}) {
+    check::context = "region " + std::to_string(bad.region);
+    const Piece all = piece(p, &into);
+    Piece pieces[] = {all, bad, all};
+    pieces[0].bytes = 12 * kMiB - 100;
+    pieces[1].local = reinterpret_cast<uint64_t>(spare);
+    pieces[2].offset += pieces[0].bytes, pieces[2].local += pieces[0].bytes, pieces[2].bytes -= pieces[0].bytes;
+    for (int links = 1; links <= 2; ++links) {
+      const PeerError e = failure([&] { read_striped(links == 1 ? std::vector{one.get()} : std::vector{one.get(), two.get()}, pieces, kMinute); });
+      CHECK(e.kind == PeerError::kOther && e.error == EINVAL);
+      CHECK(std::string(e.what()).find("[" + std::to_string(bad.offset)) != std::string::npos);
+      CHECK(!one->closed() && !two->closed());
+      into.assign(p.size, std::byte{0xa5});
+      read_striped({one.get(), two.get()}, {&all, 1}, kMinute);
+      CHECK(intact(into, id));
+    }
+  }
+  CHECK(one->unpin({id}, kMinute, false));
+}
+
 TEST(many_at_once) {
   Home h;
   std::vector<ObjectId> ids;
