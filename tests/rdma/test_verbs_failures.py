@@ -20,7 +20,7 @@ from mooncake_ray.config import Config
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
 from mooncake_ray.transport import Memory, get_transport
 
-QUICK = {"timeout": 14, "retries": 3}  # a peer that does not answer is given up after a quarter of a second
+QUICK = {"timeout": 16, "retries": 3}  # a peer that does not answer is given up after a second: a busy one is not
 PATIENT = {"timeout": 20, "retries": 6}  # after half a minute
 
 
