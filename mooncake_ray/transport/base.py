@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Container, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ __all__ = [
     "LOCAL",
     "OFFSET",
     "REGION",
+    "BaseTransport",
     "Connection",
     "Memory",
     "Peer",
@@ -153,12 +155,72 @@ class Transport(Protocol):
         ...
 
 
-def check_registration(memory: Memory, known: Container[int], is_open: bool) -> None:
-    """Raises RegistrationError where a transport is closed (EBADF), or knows that region (EEXIST)."""
-    if not is_open:
-        raise RegistrationError("this transport is closed", "register", errno.EBADF)
-    if memory.region in known:
-        raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+class BaseTransport:
+    """What transports have in common: regions that are registered once, peers that have nothing to exchange, and connections that end with
+    the transport. See `Transport`; what is left to others begins with an underscore."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._memory: dict[int, Memory] = {}
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def _register(self, memory: Memory) -> None:
+        """Has the device know it. Under the lock. Raises RegistrationError."""
+
+    def _connect(self, peer: Peer, timeout_s: float) -> Connection:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Lets go of all memory. Under the lock, once every connection is closed."""
+
+    def register(self, memory: Memory) -> None:
+        with self._lock:
+            self._check_registration(memory)
+            self._register(memory)
+            self._memory[memory.region] = memory
+
+    def accept(self, session: int, blob: bytes) -> bytes:
+        raise TransportError(f"{self.name} has nothing to exchange", "exchange", errno.EOPNOTSUPP)
+
+    def ended(self, session: int) -> None:
+        pass
+
+    def connect(self, peer: Peer, timeout_s: float) -> Connection:
+        self._check_open()
+        connection = self._connect(peer, timeout_s)
+        with self._lock:
+            self._connections.add(connection)
+            if self._is_open:
+                return connection
+        connection.close()
+        raise self._closed("connect")
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_open = False
+            connections, self._connections = list(self._connections), weakref.WeakSet()
+        for connection in connections:
+            connection.close()
+        with self._lock:
+            self._forget()
+            self._memory.clear()
+
+    def _check_registration(self, memory: Memory) -> None:
+        if not self._is_open:
+            raise self._closed("register", RegistrationError)
+        if memory.region in self._memory:
+            raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+
+    def _check_open(self, op: str = "connect") -> None:
+        if not self._is_open:
+            raise self._closed(op)
+
+    @staticmethod
+    def _closed(op: str, error: type[TransportError] = TransportError) -> TransportError:
+        return error("this transport is closed", op, errno.EBADF)
 
 
 def timed_out(op: str, timeout_s: float, peer: str = "") -> TransportError:
