@@ -3,6 +3,14 @@
 One `Transport` serves one process: it is told of that process's memory, says what a peer must know to read it, and connects to peers. A
 `Connection` reads. Nobody writes into a peer. Which objects the bytes belong to, and that they stay what they are meanwhile, is the business
 of whoever pins them.
+
+Memory comes later, too: a pool grows by arenas. For connections that are there already, it takes
+- of the reader: `register` before the first read into it;
+- of the peer: `register` before anybody is told of bytes in it, or else when it is asked for its description again: look for memory that
+  came, register it, and only then answer with what `describe` says now;
+- of whoever connects the two: a `Peer.redescribe` that asks so. Loopback, shm and tcp do without (the memory comes from the peer's broker or
+  server), verbs and mooncake call it once in a read that names a region they have not heard of, and refuse the range (EINVAL) if the
+  peer does not know it either.
 """
 
 from __future__ import annotations
@@ -80,7 +88,9 @@ class Peer:
     link: Callable[[], Any] = _no_link
     """Opens one more authenticated stream to that process (`_native.peer.Link`), which the caller closes. Raises TransportError."""
     redescribe: Callable[[], Mapping[str, Any]] | None = None
-    """Asks anew for `description`: how a connection learns of memory that was registered after it was made. Raises TransportError."""
+    """Asks the peer anew for `description`, as it is now: how a connection learns of memory that was registered after it was made. Called
+    by threads that read, one at a time for a connection; has a deadline of its own. Raises TransportError, which ends that read and leaves
+    the connection as it is. None: memory that came later cannot be read (EINVAL)."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -105,8 +115,8 @@ class Connection(Protocol):
             TransportError: a range is not inside the peer's memory (`errno` EINVAL), the deadline passed (ETIMEDOUT), or something else failed.
             PeerLostError: the peer is gone, or the connection is.
 
-        After an error any of the ranges' local bytes may have been written, and none outside them. After an error other than EINVAL the
-        connection is closed.
+        After an error any of the ranges' local bytes may have been written, and none outside them. After an error other than EINVAL, and
+        other than one of `Peer.redescribe`, the connection is closed.
         """
         ...
 
@@ -135,7 +145,8 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a peer needs to connect: goes through JSON. Grows as memory is registered."""
+        """What a peer needs to connect, and to read what is registered by now: goes through JSON. Grows as memory is registered, and what
+        was said before stays true."""
         ...
 
     def accept(self, session: int, blob: bytes) -> bytes:
