@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from mooncake_ray.errors import PeerLostError, TransportError, TransportUnavailableError
+from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
 from mooncake_ray.transport import rails as _rails
 from mooncake_ray.transport.base import BaseTransport, Connection, Memory, Peer, Regions, check_table, checked_ranges, timed_out
 from mooncake_ray.transport.registry import register_transport
@@ -117,17 +117,22 @@ class Verbs(BaseTransport):
         return _usable(config)[1]
 
     def register(self, memory: Memory) -> None:
-        """Pins all of it, in as many pieces as the devices ask for. After an error close the transport: some pieces may be registered."""
+        """Pins all of it, in as many pieces as the devices ask for; or none of it, if one is refused."""
         with self._lock:
             self._check_registration(memory)
             native = self._rails
             self._memory[memory.region] = memory
+        made: list[list[Any]] = []
         try:  # without the lock: it takes seconds for memory of many gigabytes
-            cut = _rails.split(memory.address, memory.nbytes, self._largest)
-            made = [[address, nbytes, native.register(address, nbytes)] for address, nbytes in cut]
-        except BaseException:
+            for address, nbytes in _rails.split(memory.address, memory.nbytes, self._largest):
+                made.append([address, nbytes, native.register(address, nbytes)])
+        except BaseException as e:
+            for address, *_ in made:
+                native.unregister(address)
             with self._lock:
                 self._memory.pop(memory.region, None)
+            if isinstance(e, RegistrationError):
+                raise RegistrationError(f"region {memory.region}, of all {memory.nbytes} bytes: {e}", e.op, e.errno) from None
             raise
         with self._lock:
             if self._is_open:
