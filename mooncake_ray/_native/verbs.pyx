@@ -88,6 +88,7 @@ cdef extern from "verbs/rails.h" namespace "mcr::verbs" nogil:
         shared_ptr[CRails] open(const vector[PortName]& ports) except +mcr_verbs_raise
         size_t size()
         vector[uint32_t] add(uint64_t address, uint64_t n) except +mcr_verbs_raise
+        void remove(uint64_t address) except +mcr_verbs_raise
     vector[string] c_device_names "mcr::verbs::device_names"() except +mcr_verbs_raise
 
 cdef extern from "verbs/queues.h" namespace "mcr::verbs" nogil:
@@ -224,6 +225,11 @@ cdef class Rails:
         with nogil:
             keys = self.c.get().add(address, nbytes)
         return keys
+
+    def unregister(self, uint64_t address):
+        """Takes back one `register`, of memory that no peer was told of. Does nothing for what was not registered."""
+        with nogil:
+            self.c.get().remove(address)
 
 
 cdef class Responder:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _listen(args: argparse.Namespace, host: str, port: int, secret: str | None, names: list[str], most: int) -> int:
     from mooncake_ray.transport.measure import Server
 
-    token = secret or secrets.token_urlsafe(24)
+    token = secret or secrets.token_hex(16)  # nothing that an option could be taken for
     nics = [nic] if (nic := device_of(host)) else []
     try:
         server = Server(Config.from_env(), host, port, token.encode(), names, most, nics)

@@ -97,7 +97,8 @@ std::shared_ptr<Rails> Rails::open(const std::vector<PortName>& ports) {
 Rails::~Rails() {
   if (!in_child()) return;
   // The descriptors are the parent's too: to undo anything here would undo it there.
-  for (MemoryPtr& m : memory_) m.release();
+  for (auto& [address, made] : memory_)
+    for (MemoryPtr& m : made) m.release();
   for (Rail& r : rails_) {
     r.none.release();
     r.domain.release();
@@ -139,11 +140,23 @@ std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes) {
     made.push_back(std::move(m));
   }
   pieces.insert(at, std::move(piece));
-  memory_.reserve(memory_.size() + made.size());
-  pieces_ = std::make_shared<const std::vector<Piece>>(std::move(pieces));
-  std::move(made.begin(), made.end(), std::back_inserter(memory_));
+  auto all = std::make_shared<const std::vector<Piece>>(std::move(pieces));
+  memory_.emplace(address, std::move(made));
+  pieces_ = std::move(all);
   registered_ += bytes;
   return remote;
+}
+
+void Rails::remove(uint64_t address) {
+  check_process();
+  std::lock_guard lock(mutex_);
+  std::vector<Piece> pieces = *pieces_;
+  const auto at = std::find_if(pieces.begin(), pieces.end(), [&](const Piece& p) { return p.address == address; });
+  if (at == pieces.end()) return;
+  registered_ -= at->bytes;
+  pieces.erase(at);
+  pieces_ = std::make_shared<const std::vector<Piece>>(std::move(pieces));
+  memory_.erase(address);
 }
 
 std::shared_ptr<const std::vector<Piece>> Rails::pieces() const {

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -74,6 +75,9 @@ class Rails : public std::enable_shared_from_this<Rails> {
   // stay mapped, and have nothing in common with memory that is registered already. Throws Error(kRegistration).
   std::vector<uint32_t> add(uint64_t address, uint64_t bytes);
 
+  // Takes back what `add` did. For memory that no read goes into and that no peer was told of; does nothing for an address that was not added.
+  void remove(uint64_t address);
+
   // This process's pieces, sorted by address, with the keys for its own reads. Pieces that are added later are in later lists.
   std::shared_ptr<const std::vector<Piece>> pieces() const;
 
@@ -86,7 +90,7 @@ class Rails : public std::enable_shared_from_this<Rails> {
   pid_t pid_ = 0;
   std::vector<Rail> rails_;
   mutable std::mutex mutex_;
-  std::vector<MemoryPtr> memory_;  // after the rails: it is let go of before them
+  std::map<uint64_t, std::vector<MemoryPtr>> memory_;  // by address; after the rails: it is let go of before them
   std::shared_ptr<const std::vector<Piece>> pieces_;
   uint64_t registered_ = 0;  // bytes
 };

@@ -20,7 +20,7 @@ from mooncake_ray.config import Config
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
 from mooncake_ray.transport import Memory, get_transport
 
-QUICK = {"timeout": 14, "retries": 3}  # a peer that does not answer is given up after a quarter of a second
+QUICK = {"timeout": 16, "retries": 3}  # a peer that does not answer is given up after a second: a busy one is not
 PATIENT = {"timeout": 20, "retries": 6}  # after half a minute
 
 
@@ -280,6 +280,26 @@ def test_locked_memory_is_limited():
         assert f"{number} bytes" in out[0]
     assert "RLIMIT_MEMLOCK" in out[0]
     assert out[1] == "1"
+
+
+def test_a_registration_that_fails_half_way_leaves_what_can_be_closed():
+    most = 4 * MIB
+    out = said(
+        in_a_process(
+            f"verbs = get_transport('verbs')(Config(), largest_registration={most})\n"
+            f"resource.setrlimit(resource.RLIMIT_MEMLOCK, ({3 * most}, {3 * most}))\nos.setuid(65534)\n"
+            f"held = memory({5 * most}, 0)\n"
+            "for _ in '12':\n"
+            f"    try:\n        verbs.register(Memory(1, held.ctypes.data, {5 * most}))\n"
+            "    except RegistrationError as e:\n        print(e)\n"
+            "print(verbs.describe()['regions'])\nverbs.close()\n"
+            f"again = get_transport('verbs')(Config())\nagain.register(Memory(1, held.ctypes.data, {2 * most}))\nagain.close()\n"
+        )
+    )
+    for number in (most, 3 * most):
+        assert f"{number} bytes" in out[0]
+    assert f"all {5 * most} bytes" in out[0]
+    assert out[1:] == [out[0], "[]"], "what was registered before the failure is in the way"
 
 
 def test_registering_what_is_registered(pair):
