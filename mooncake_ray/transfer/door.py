@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from mooncake_ray import errors
 from mooncake_ray._native import pool
 from mooncake_ray.errors import GetTimeoutError, MooncakeRayError, StoreError
+from mooncake_ray.transfer.deadline import Deadline
 
 __all__ = ["Door", "Doorkeeper", "door_name"]
 
@@ -34,6 +36,7 @@ _TAKEN = b"\2"
 _GRACE_S = 2.0  # beyond the deadline, in which the engine's own answer to it is waited for
 _MOST = 1 << 30  # bytes of a message
 _AGAIN_S = 0.02
+_PREFETCHES = 4  # at a time
 
 
 def door_name(broker_name: str) -> str:
@@ -66,8 +69,13 @@ class Door:
             yield key
 
     def prefetch(self, pool_id: bytes, id: bytes, timeout_s: float) -> None:
-        """Asks for an object, and does not wait for it."""
-        self._connected().send_bytes(_REQUEST.pack(_PREFETCH, timeout_s, pool_id, id))
+        """Asks for an object, and does not wait for it. Raises ConnectionError: no engine serves this node."""
+        conn = self._connected()
+        try:
+            conn.send_bytes(_REQUEST.pack(_PREFETCH, timeout_s, pool_id, id))
+        except OSError as e:
+            self._forget()
+            raise ConnectionError(f"the engine of this node is gone: {e!r}") from e
 
     @contextlib.contextmanager
     def _asked(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
@@ -122,6 +130,7 @@ class Doorkeeper:
         self._lock = threading.Lock()
         self._open: set[Any] = set()
         self._closed = False
+        self._prefetches = ThreadPoolExecutor(_PREFETCHES, "mooncake_ray.prefetch")
         self._thread = threading.Thread(target=self._accept, name="mooncake_ray.door", daemon=True)
         self._thread.start()
 
@@ -149,9 +158,8 @@ class Doorkeeper:
                     return
                 operation, timeout_s, pool_id, id = _REQUEST.unpack_from(request)
                 if operation == _PREFETCH:
-                    threading.Thread(
-                        target=self._prefetch, args=(pool_id, id, timeout_s), name="mooncake_ray.prefetch", daemon=True
-                    ).start()
+                    with contextlib.suppress(RuntimeError):  # this engine ends
+                        self._prefetches.submit(self._prefetch, pool_id, id, Deadline(timeout_s))
                     continue
                 try:
                     if operation == _PULL:
@@ -176,15 +184,16 @@ class Doorkeeper:
                 self._open.discard(conn)
             conn.close()
 
-    def _prefetch(self, pool_id: bytes, id: bytes, timeout_s: float) -> None:
+    def _prefetch(self, pool_id: bytes, id: bytes, deadline: Deadline) -> None:
         try:
-            self._pull(pool_id, id, timeout_s)
+            self._pull(pool_id, id, deadline.left(f"prefetch of object {id.hex()}"))
         except (MooncakeRayError, OSError) as e:
             logger.info("mooncake_ray: nothing was prefetched: %s", e)
 
     def close(self) -> None:
         """Hangs up on everybody."""
         self._closed = True
+        self._prefetches.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):
             connection.Client(self._listener.address, "AF_UNIX").close()  # wakes the thread that accepts
         self._thread.join(5)
