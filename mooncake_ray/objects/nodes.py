@@ -28,7 +28,7 @@ from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
 from mooncake_ray.transfer.door import door_name
 
-__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "reports", "start_with"]
+__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "reports", "start_with"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -55,6 +55,21 @@ def hosts() -> set[str]:
     return {n["NodeManagerAddress"] for n in _alive()}
 
 
+_homes: dict[bytes, str] = {}
+
+
+def node_of(pool_id: bytes) -> str | None:
+    """ID of the node that has that pool, dead or alive; None where no service ever served it. Thread-safe."""
+    if (found := _homes.get(pool_id)) is None and (record := _record(pool_id)) is not None:
+        found = _homes[pool_id] = record["node"]  # a pool never moves
+    return found
+
+
+def _record(pool_id: bytes) -> dict[str, Any] | None:
+    raw = internal_kv._internal_kv_get(_POOL + pool_id.hex().encode(), namespace=_SPACE)
+    return None if raw is None else json.loads(raw)
+
+
 class RayDirectory:
     """The pools of a Ray cluster. Thread-safe; what was asked a second ago is not asked again."""
 
@@ -66,10 +81,8 @@ class RayDirectory:
         self._records: dict[bytes, dict[str, Any]] = {}
 
     def resolve(self, pool_id: bytes) -> Endpoint | None:
-        raw = internal_kv._internal_kv_get(_POOL + pool_id.hex().encode(), namespace=_SPACE)
-        if raw is None:
+        if (record := _record(pool_id)) is None:
             return None
-        record = json.loads(raw)
         with self._lock:
             self._records[pool_id] = record
         return None if self.is_lost(pool_id) else Endpoint(record["host"], record["port"])

@@ -102,3 +102,41 @@ ray.cancel(forever, force=True)
 """,
         PULL_S="10",
     )
+
+
+def test_work_goes_to_where_most_bytes_are(nodes):
+    run(
+        nodes,
+        HERE
+        + """
+a, b = workers(1, 2)
+at = [ray.get(w.run.remote("import ray; out = ray.get_runtime_context().get_node_id()")) for w in (a, b)]
+@ray.remote(num_cpus=0)
+def read(*refs): return ray.get_runtime_context().get_node_id(), sum(float(r.double().sum()) for r in refs)
+def read_near(*refs): return ray.get(read.options(scheduling_strategy=mooncake_ray.near(refs)).remote(*refs))
+n = 1 << 18
+small, large = ray.get(a.keep.remote(n)), ray.get(b.keep.remote(3 * n))
+mine = ray.put(torch.arange(n, dtype=torch.float32))
+assert read_near(small[0], large[0], mine) == (at[1], 2 * expected(n) + expected(3 * n))
+made = [a.make.remote(4 * n), b.make.remote(2 * n)]
+ray.wait(made, num_returns=2, fetch_local=False)
+assert read_near(*made)[0] == at[0]
+assert mooncake_ray.near([mine, mine]).node_id == me
+batch = ray.get(a.run.remote('''
+self.batch = mooncake_ray.put_batch({"x": torch.arange(1 << 18).reshape(256, 1024) * torch.randint(1, 9, (256, 1))})
+out = self.batch
+'''))
+assert mooncake_ray.near([batch, mine]).node_id == at[0] and mooncake_ray.near(batch).soft
+assert mooncake_ray.pool_stats()["objects"] == 1, mooncake_ray.pool_stats()   # nothing was brought here to be looked at
+@ray.remote(**on(1))
+def fails(): raise ValueError("on purpose")
+@ray.remote(**on(1))
+def never():
+    while True: time.sleep(0.1)
+failed, forever = fails.remote(), never.remote()
+ray.wait([failed])
+assert mooncake_ray.near([failed, forever, ray.put(1)]) == mooncake_ray.near([]) == "DEFAULT"
+assert ray.get(read.options(scheduling_strategy=mooncake_ray.near([])).remote())[1] == 0
+ray.cancel(forever, force=True)
+""",
+    )
