@@ -7,6 +7,7 @@ under which id, and is pinned by the engine until the asker, who has pinned it b
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -30,7 +31,7 @@ __all__ = ["Door", "Doorkeeper", "door_name"]
 logger = logging.getLogger("mooncake_ray")
 
 _REQUEST = struct.Struct("<Bd16s16s")  # operation, seconds, pool, object; then runs: uint64 (n, 2)
-_PULL, _READ, _PREFETCH = 1, 2, 3
+_PULL, _READ, _PREFETCH, _REPORT = 1, 2, 3, 4
 _OK, _FAILED = b"\0", b"\1"
 _TAKEN = b"\2"
 _GRACE_S = 2.0  # beyond the deadline, in which the engine's own answer to it is waited for
@@ -77,6 +78,11 @@ class Door:
             self._forget()
             raise ConnectionError(f"the engine of this node is gone: {e!r}") from e
 
+    def report(self, timeout_s: float) -> dict[str, Any]:
+        """What the engine says of itself. Raises ConnectionError: no engine serves this node; GetTimeoutError."""
+        with self._asked(_REQUEST.pack(_REPORT, timeout_s, b"", b""), timeout_s) as text:
+            return json.loads(text)
+
     @contextlib.contextmanager
     def _asked(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
         conn = self._connected()
@@ -121,11 +127,12 @@ class Doorkeeper:
         pull: Callable[[bytes, bytes, float], pool.Pin],
         read: Callable[[bytes, bytes, np.ndarray, float], pool.Pin],
         discard: Callable[[bytes], None],
+        report: Callable[[], dict[str, Any]],
     ) -> None:
-        """`discard`: gets the ids of what was `read`, once the askers have it.
+        """`discard`: gets the ids of what was `read`, once the askers have it. `report`: for people, as JSON can hold it.
 
         Raises OSError (EADDRINUSE) if another engine serves that name."""
-        self._pull, self._read, self._discard = pull, read, discard
+        self._pull, self._read, self._discard, self._report = pull, read, discard, report
         self._listener = connection.Listener(name, "AF_UNIX", backlog=128)
         self._lock = threading.Lock()
         self._open: set[Any] = set()
@@ -160,6 +167,10 @@ class Doorkeeper:
                 if operation == _PREFETCH:
                     with contextlib.suppress(RuntimeError):  # this engine ends
                         self._prefetches.submit(self._prefetch, pool_id, id, Deadline(timeout_s))
+                    continue
+                if operation == _REPORT:
+                    conn.send_bytes(_OK + json.dumps(self._report()).encode())
+                    conn.recv_bytes(_MOST)
                     continue
                 try:
                     if operation == _PULL:
