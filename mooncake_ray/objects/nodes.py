@@ -27,12 +27,13 @@ from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
 from mooncake_ray.transfer.door import door_name
 
-__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "reports", "start_with"]
+__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "reports", "services", "start_with"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _NAMESPACE = "mooncake_ray"
 _SPACE = _NAMESPACE.encode()
+_SERVICE = "node-service"
 _SECRET = b"secret"
 _ENGINE = b"engine:"
 _LOST = b"lost:"
@@ -53,6 +54,17 @@ def _alive() -> list[dict[str, Any]]:
 def hosts() -> set[str]:
     """Addresses of the cluster's nodes. Those that share one share a pool."""
     return {n["NodeManagerAddress"] for n in _alive()}
+
+
+_homes: dict[bytes, str] = {}
+
+
+def node_of(pool_id: bytes) -> str | None:
+    """ID of the node that has that pool, dead or alive; None where no service ever served it. Thread-safe."""
+    if (found := _homes.get(pool_id)) is None:
+        for key in internal_kv._internal_kv_list(_ENGINE + pool_id.hex().encode(), namespace=_SPACE):
+            found = _homes[pool_id] = _parsed(key)[1][0]  # a pool never moves
+    return found
 
 
 class RayDirectory:
@@ -127,6 +139,7 @@ class NodeService:
         self._host = self._config.host or worker.node_ip_address
         self._engine: Any = None
         self._start()
+        self._export()
         threading.Thread(target=self._watch, name="mooncake_ray.service", daemon=True).start()
 
     def _start(self) -> None:
@@ -148,6 +161,15 @@ class NodeService:
             if key != self._key:
                 internal_kv._internal_kv_del(key, namespace=_SPACE)
         logger.info("mooncake_ray: serving pool %s at %s", client.pool_id.hex()[:8], engine.endpoint)
+
+    def _export(self) -> None:
+        """Metrics of this process are the service's: its session exports them."""
+        from mooncake_ray.objects import session
+
+        session.configure(self._config)
+        here = session.current()
+        if here is not None and here.exporter is not None:
+            here.exporter.service = lambda: self._engine.report()
 
     def _watch(self) -> None:
         while not self._job_is_over():
@@ -231,5 +253,27 @@ def reports(timeout_s: float = 10.0) -> list[dict[str, Any]]:
     return out
 
 
+def services(timeout_s: float) -> list[dict[str, Any]]:
+    """The services of all jobs. For each: `job`, `node` (its ID), `host`, and `report`, or an `error`, if it did not answer in time."""
+    addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+    asked: dict[ray.ObjectRef, dict[str, Any]] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        kind, _, rest = actor["name"].partition(":")
+        if actor["namespace"] == _NAMESPACE and kind == _SERVICE:
+            job, _, node_id = rest.partition(":")
+            with contextlib.suppress(ValueError):  # it ended this moment
+                ref = ray.get_actor(actor["name"], _NAMESPACE).report.remote()
+                asked[ref] = {"job": job, "node": node_id, "host": addresses.get(node_id, "?")}
+    answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    for ref in answered:
+        try:
+            asked[ref]["report"] = ray.get(ref)
+        except ray.exceptions.RayError as e:
+            asked[ref]["error"] = f"does not answer: {str(e).splitlines()[0]}"
+    for ref in late:
+        asked[ref]["error"] = f"did not answer within {timeout_s:g} s"
+    return list(asked.values())
+
+
 def _name(job: str, node_id: str) -> str:
-    return f"node-service:{job}:{node_id}"
+    return f"{_SERVICE}:{job}:{node_id}"

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from typing import Any
 
@@ -23,18 +24,20 @@ import numpy as np
 from mooncake_ray import errors
 from mooncake_ray._native import pool
 from mooncake_ray.errors import GetTimeoutError, MooncakeRayError, StoreError, TransportError
+from mooncake_ray.transfer.deadline import Deadline
 
 __all__ = ["Door", "Doorkeeper", "door_name"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _REQUEST = struct.Struct("<Bd16s16s")  # operation, seconds, pool, object; then runs: uint64 (n, 2)
-_PULL, _READ, _PREFETCH = 1, 2, 3
+_PULL, _READ, _PREFETCH, _REPORT = 1, 2, 3, 4
 _OK, _FAILED = b"\0", b"\1"
 _TAKEN = b"\2"
 _GRACE_S = 2.0  # beyond the deadline, in which the engine's own answer to it is waited for
 _MOST = 1 << 30  # bytes of a message
 _AGAIN_S = 0.02
+_PREFETCHES = 4  # at a time
 
 
 def door_name(broker_name: str) -> str:
@@ -67,8 +70,18 @@ class Door:
             yield key
 
     def prefetch(self, pool_id: bytes, id: bytes, timeout_s: float) -> None:
-        """Asks for an object, and does not wait for it."""
-        self._connected().send_bytes(_REQUEST.pack(_PREFETCH, timeout_s, pool_id, id))
+        """Asks for an object, and does not wait for it. Raises ConnectionError: no engine serves this node."""
+        conn = self._connected()
+        try:
+            conn.send_bytes(_REQUEST.pack(_PREFETCH, timeout_s, pool_id, id))
+        except OSError as e:
+            self._forget()
+            raise ConnectionError(f"the engine of this node is gone: {e!r}") from e
+
+    def report(self, timeout_s: float) -> dict[str, Any]:
+        """What the engine says of itself. Raises ConnectionError: no engine serves this node; GetTimeoutError."""
+        with self._asked(_REQUEST.pack(_REPORT, timeout_s, b"", b""), timeout_s) as text:
+            return json.loads(text)
 
     @contextlib.contextmanager
     def _asked(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
@@ -113,15 +126,17 @@ class Doorkeeper:
         pull: Callable[[bytes, bytes, float], pool.Pin],
         read: Callable[[bytes, bytes, np.ndarray, float], pool.Pin],
         discard: Callable[[bytes], None],
+        report: Callable[[], dict[str, Any]],
     ) -> None:
-        """`discard`: gets the ids of what was `read`, once the askers have it.
+        """`discard`: gets the ids of what was `read`, once the askers have it. `report`: for people, as JSON can hold it.
 
         Raises OSError (EADDRINUSE) if another engine serves that name."""
-        self._pull, self._read, self._discard = pull, read, discard
+        self._pull, self._read, self._discard, self._report = pull, read, discard, report
         self._listener = connection.Listener(name, "AF_UNIX", backlog=128)
         self._lock = threading.Lock()
         self._open: set[Any] = set()
         self._closed = False
+        self._prefetches = ThreadPoolExecutor(_PREFETCHES, "mooncake_ray.prefetch")
         self._thread = threading.Thread(target=self._accept, name="mooncake_ray.door", daemon=True)
         self._thread.start()
 
@@ -149,9 +164,12 @@ class Doorkeeper:
                     return
                 operation, timeout_s, pool_id, id = _REQUEST.unpack_from(request)
                 if operation == _PREFETCH:
-                    threading.Thread(
-                        target=self._prefetch, args=(pool_id, id, timeout_s), name="mooncake_ray.prefetch", daemon=True
-                    ).start()
+                    with contextlib.suppress(RuntimeError):  # this engine ends
+                        self._prefetches.submit(self._prefetch, pool_id, id, Deadline(timeout_s))
+                    continue
+                if operation == _REPORT:
+                    conn.send_bytes(_OK + json.dumps(self._report()).encode())
+                    conn.recv_bytes(_MOST)
                     continue
                 try:
                     if operation == _PULL:
@@ -176,15 +194,16 @@ class Doorkeeper:
                 self._open.discard(conn)
             conn.close()
 
-    def _prefetch(self, pool_id: bytes, id: bytes, timeout_s: float) -> None:
+    def _prefetch(self, pool_id: bytes, id: bytes, deadline: Deadline) -> None:
         try:
-            self._pull(pool_id, id, timeout_s)
+            self._pull(pool_id, id, deadline.left(f"prefetch of object {id.hex()}"))
         except (MooncakeRayError, OSError) as e:
             logger.info("mooncake_ray: nothing was prefetched: %s", e)
 
     def close(self) -> None:
         """Hangs up on everybody."""
         self._closed = True
+        self._prefetches.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):
             connection.Client(self._listener.address, "AF_UNIX").close()  # wakes the thread that accepts
         self._thread.join(5)

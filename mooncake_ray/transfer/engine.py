@@ -20,11 +20,13 @@ from mooncake_ray.transfer.peers import Peers
 from mooncake_ray.transfer.pulls import Puller
 from mooncake_ray.transport import Memory, Transport, get_transport
 
-__all__ = ["Engine"]
+__all__ = ["COUNTED", "Engine"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _OFFERED = ("tcp", "verbs")  # with `auto`, where they can be used; others only if they are asked for by name
+COUNTED = ("replicas", "remote_bytes_read", "remote_retries", "relayed", "relays_lost")
+"""What an engine counts: objects brought here, bytes read, attempts after an error, objects read from another reader, … and such that failed."""
 _POLL_S = 1.0
 _ID_BYTES = 16
 _TAKEN = b"\1"
@@ -57,7 +59,7 @@ class Engine:
             self.puller = Puller(client, self.server, self.peers, directory, self._has_arena)
             self.claims = Claims(client, self.peers)
             self.peers.on_gone, self.peers.on_back, self.peers.on_lost = self.puller.gone, self.puller.back, self._lost
-            self._door = Doorkeeper(door, self.puller.pull, self.puller.read, lambda id: client.remove([id]))
+            self._door = Doorkeeper(door, self.puller.pull, self.puller.read, lambda id: client.remove([id]), self.report)
         except BaseException:
             self._close_transports()
             raise
@@ -88,13 +90,22 @@ class Engine:
             self.server.describe(json.dumps({name: t.describe() for name, t in self.transports.items()}).encode())
 
     def report(self) -> dict[str, Any]:
-        """What an operator wants to know."""
+        """What an operator wants to know; JSON can hold it.
+
+        `endpoint`, `transports` that are offered, `peers` (the transport that reads from each; "" before the first read). Of the server, now:
+        `connections`, `sessions`, `pins`, `offers` (what is being received, and served meanwhile), `replicas_elsewhere`; `claims_elsewhere`: objects here whose owners are on other nodes. Since its start:
+        `bytes_sent` (by it: what is read by RDMA it cannot count), `requests`, `refused` connections. Of the puller, since the process
+        started: the numbers in `COUNTED`.
+        """
+        served = self.server.stats()
+        served["replicas_elsewhere"] = served.pop("replicas")
         return {
             "endpoint": str(self.endpoint),
             "transports": sorted(self.transports),
             "peers": self.peers.report(),
             "claims_elsewhere": self.claims.count(),
-            **self.server.stats(),
+            **served,
+            **dict.fromkeys(COUNTED, 0),
             **snapshot(),
         }
 

@@ -55,6 +55,48 @@ def test_parts_of_an_object(sites):
     assert sent < 64 << 10, "only what was asked for"
 
 
+def test_what_is_prefetched_is_here_later(sites):
+    a, b = sites(), sites()
+    ids = [a.put(data_of(1 << 20, seed)) for seed in range(6)]
+    b.door.prefetch(a.pool_id, b"?" * 16, DEADLINE_S)  # there is none
+    for id in ids:
+        b.door.prefetch(a.pool_id, id, DEADLINE_S)
+    b.scope.eventually(lambda: b.store.stats()["objects"] == 6)
+    a.engine.close()
+    assert [bytes(memoryview(b.store.client.get(id))) for id in ids] == [data_of(1 << 20, seed) for seed in range(6)]
+
+
+def test_an_engine_that_is_gone_is_not_asked_to_prefetch(sites):
+    a, b = sites(), sites()
+    b.door.prefetch(a.pool_id, b"?" * 16, DEADLINE_S)
+    b.engine.close()
+
+    def refused() -> bool:
+        try:
+            b.door.prefetch(a.pool_id, b"?" * 16, DEADLINE_S)
+        except ConnectionError:
+            return True
+        return False
+
+    b.scope.eventually(refused)  # the end of the connection is seen with some delay
+    assert refused(), "and nobody is there to connect to"
+
+
+def test_an_engine_says_what_it_does(sites):
+    a, b = sites(), sites()
+    empty = b.door.report(DEADLINE_S)
+    assert empty["endpoint"] == str(b.engine.endpoint) and empty["peers"] == {} and "tcp" in empty["transports"]
+    id = a.put(data_of(1 << 20))
+    b.get(a, id)
+    home, reader = a.door.report(DEADLINE_S), b.door.report(DEADLINE_S)
+    assert reader["peers"] == {str(a.engine.endpoint): "tcp"} and home["peers"] == {}
+    assert home["bytes_sent"] >= 1 << 20 and home["sessions"] == 1 and home["replicas_elsewhere"] == 1 and home["pins"] == 0
+    assert reader["replicas"] - empty["replicas"] == 1 and reader["remote_bytes_read"] - empty["remote_bytes_read"] == 1 << 20
+    b.engine.close()
+    with pytest.raises(ConnectionError):
+        b.door.report(DEADLINE_S)
+
+
 def test_thousands_of_runs(sites):
     a, b = sites(), sites()
     data = data_of(4 << 20)
