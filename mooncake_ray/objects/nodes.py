@@ -25,7 +25,6 @@ from mooncake_ray.config import Config
 from mooncake_ray.errors import MooncakeRayError
 from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
-from mooncake_ray.transfer.door import door_name
 
 __all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "reports", "services", "start_with"]
 
@@ -149,7 +148,7 @@ class NodeService:
         before = self._engine.client if self._engine is not None else None
         client = node.connect(self._name, self._config, watch_pid=raylet_pid(self._node), log=log, before=before)
         directory = RayDirectory()
-        engine = self._engine_class(client, door_name(self._name), directory, _secret(), self._host, self._config)
+        engine = self._engine_class(client, self._name, directory, _secret(), self._host, self._config)
         directory.own = engine.endpoint
         self._engine = engine
         stale = [key for key in internal_kv._internal_kv_list(_ENGINE, namespace=_SPACE) if _parsed(key)[1][0] == self._node_id]
