@@ -74,8 +74,6 @@ class Puller:
         deadline = Deadline(timeout_s)
         what = f"pull of object {id.hex()}"
         while True:
-            with contextlib.suppress(ObjectNotFoundError, ObjectLostError):
-                return self._client.get(id, deadline.left(what))
             with self._lock:
                 flight = self._flights.get(id)
                 mine = flight is None
@@ -85,6 +83,8 @@ class Puller:
                 return self._fly(flight, pool_id, id, deadline)
             if not flight.landed.wait(deadline.left(what)):
                 raise GetTimeoutError(f"{what}: not done within {timeout_s:g} s")
+            with contextlib.suppress(ObjectNotFoundError, ObjectLostError):
+                return self._client.get(id, deadline.left(what))
             if flight.error is not None and not isinstance(flight.error, GetTimeoutError):  # whose deadline may have been shorter
                 raise flight.error
 
@@ -132,12 +132,20 @@ class Puller:
         """Copies the object from its home, or if that is dead, from whoever has it."""
         what = f"object {id.hex()} of pool {pool_id.hex()[:8]}"
 
+        def attempt(node: Node) -> pool.Pin:
+            try:
+                return self._copy(node, id, deadline)
+            except ObjectExistsError:
+                with contextlib.suppress(ObjectNotFoundError, ObjectLostError):  # it was here before anybody asked
+                    return self._client.get(id, deadline.left(what))
+                raise
+
         try:
-            return self._at_home(pool_id, what, deadline, lambda node: self._copy(node, id, deadline))
+            return self._at_home(pool_id, what, deadline, attempt)
         except ObjectLostError:
             for endpoint in self._directory.others():
-                with contextlib.suppress(ObjectNotFoundError, ObjectLostError, TransportError):
-                    return self._copy(self._peers.of(endpoint), id, deadline)
+                with contextlib.suppress(ObjectExistsError, ObjectNotFoundError, ObjectLostError, TransportError):
+                    return attempt(self._peers.of(endpoint))
             raise
 
     def _at_home(self, pool_id: bytes, what: str, deadline: Deadline, attempt: Callable[[Node], T]) -> T:
