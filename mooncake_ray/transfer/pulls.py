@@ -74,6 +74,8 @@ class Puller:
         deadline = Deadline(timeout_s)
         what = f"pull of object {id.hex()}"
         while True:
+            with contextlib.suppress(ObjectNotFoundError, ObjectLostError):
+                return self._client.get(id, deadline.left(what))
             with self._lock:
                 flight = self._flights.get(id)
                 mine = flight is None
@@ -83,8 +85,6 @@ class Puller:
                 return self._fly(flight, pool_id, id, deadline)
             if not flight.landed.wait(deadline.left(what)):
                 raise GetTimeoutError(f"{what}: not done within {timeout_s:g} s")
-            with contextlib.suppress(ObjectNotFoundError, ObjectLostError):
-                return self._client.get(id, deadline.left(what))
             if flight.error is not None and not isinstance(flight.error, GetTimeoutError):  # whose deadline may have been shorter
                 raise flight.error
 
