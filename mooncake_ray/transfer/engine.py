@@ -97,7 +97,7 @@ class Engine:
 
         `endpoint`, `transports` that are offered, `peers` (the transport that reads from each; "" before the first read). Of the server, now:
         `connections`, `sessions`, `pins`, `offers` (what is being received, and served meanwhile), `replicas_elsewhere`. Of objects here:
-        `claims_elsewhere`, those whose owners are on other nodes. Of the server since its start:
+        `replicas_here`, from pools that still are; `claims_elsewhere`, those whose owners are on other nodes. Of the server since its start:
         `bytes_sent` (by it: what is read by RDMA it cannot count), `requests`, `refused` connections. Of the puller, since the process
         started: the numbers in `COUNTED`.
         """
@@ -107,6 +107,7 @@ class Engine:
             "endpoint": str(self.endpoint),
             "transports": sorted(self.transports),
             "peers": self.peers.report(),
+            "replicas_here": self.puller.replicas(),
             "claims_elsewhere": self.claims.count(),
             **served,
             **dict.fromkeys(COUNTED, 0),

@@ -110,6 +110,11 @@ class Puller:
                 flight.gone = True
         self._client.unclaim(pool.KIND_REPLICA, id)
 
+    def replicas(self) -> int:
+        """Of objects in pools that are not lost."""
+        with self._lock:
+            return len(self._replicas)
+
     def dropped(self, id: bytes) -> None:
         """The object ceased to exist in this pool, if it was a replica."""
         with self._lock:
