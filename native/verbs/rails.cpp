@@ -1,9 +1,11 @@
 #include "rails.h"
 
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 
@@ -113,7 +115,7 @@ void Rails::check_process() const {
     throw Error(Failure::kTransport, "RDMA devices that were opened before a fork cannot be used in the child", "fork", ECHILD);
 }
 
-std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes) {
+std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes, RailSet near) {
   check_process();
   std::lock_guard lock(mutex_);
   std::vector<Piece> pieces = *pieces_;
@@ -121,7 +123,7 @@ std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes) {
   const bool taken = std::any_of(pieces.begin(), pieces.end(), [&](const Piece& p) { return overlap(p, address, bytes); });
   if (taken || !bytes || address + bytes < address)
     throw Error(Failure::kRegistration, std::to_string(bytes) + " bytes: empty, or registered already in part", "ibv_reg_mr", EINVAL);
-  Piece piece{address, bytes, {}};
+  Piece piece{address, bytes, {}, near};
   std::vector<MemoryPtr> made;
   std::vector<uint32_t> remote;
   for (const Rail& rail : rails_) {
@@ -162,6 +164,20 @@ void Rails::remove(uint64_t address) {
 std::shared_ptr<const std::vector<Piece>> Rails::pieces() const {
   std::lock_guard lock(mutex_);
   return pieces_;
+}
+
+int memory_node(uint64_t address) {
+  constexpr unsigned long kOfAddress = 2;  // MPOL_F_ADDR
+  constexpr size_t kBits = 64;
+  unsigned long nodes[16]{};
+  int mode = 0, found = -1;
+  if (::syscall(SYS_get_mempolicy, &mode, nodes, std::size(nodes) * kBits, address, kOfAddress)) return -1;
+  for (size_t i = 0; i < std::size(nodes); ++i) {
+    if (!nodes[i]) continue;
+    if (found >= 0 || std::popcount(nodes[i]) > 1) return -1;
+    found = int(i * kBits) + std::countr_zero(nodes[i]);
+  }
+  return found;
 }
 
 std::vector<std::string> device_names() {

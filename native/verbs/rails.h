@@ -72,8 +72,8 @@ class Rails : public std::enable_shared_from_this<Rails> {
   const Rail& operator[](size_t i) const { return rails_[i]; }
 
   // Lets every rail read into that memory, and peers read it. Returns the keys for peers, one a rail. Pins all its pages. The memory must
-  // stay mapped, and have nothing in common with memory that is registered already. Throws Error(kRegistration).
-  std::vector<uint32_t> add(uint64_t address, uint64_t bytes);
+  // stay mapped, and have nothing in common with memory that is registered already. `near`: see Piece. Throws Error(kRegistration).
+  std::vector<uint32_t> add(uint64_t address, uint64_t bytes, RailSet near = kAllRails);
 
   // Takes back what `add` did. For memory that no read goes into and that no peer was told of; does nothing for an address that was not added.
   void remove(uint64_t address);
@@ -94,6 +94,9 @@ class Rails : public std::enable_shared_from_this<Rails> {
   std::shared_ptr<const std::vector<Piece>> pieces_;
   uint64_t registered_ = 0;  // bytes
 };
+
+// The NUMA node that memory is bound to, or prefers; -1: to none, or to several, or the kernel does not say. Touches no page.
+int memory_node(uint64_t address);
 
 // The names of the devices that the library can open. Empty where the kernel has no RDMA.
 std::vector<std::string> device_names();

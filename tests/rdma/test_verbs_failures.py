@@ -45,8 +45,8 @@ def pair_with():
 
 
 def wrong_keys(description):
-    for *_, pieces in description["regions"]:
-        for piece in pieces:
+    for region in description["regions"]:
+        for piece in region[3]:
             piece[2] = [key ^ 0xFF for key in piece[2]]
 
 
