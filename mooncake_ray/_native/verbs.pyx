@@ -89,6 +89,7 @@ cdef extern from "verbs/rails.h" namespace "mcr::verbs" nogil:
         shared_ptr[CRails] open(const vector[PortName]& ports) except +mcr_verbs_raise
         size_t size()
         vector[uint32_t] add(uint64_t address, uint64_t n, uint64_t near) except +mcr_verbs_raise
+        vector[uint32_t] add_dmabuf(int file, uint64_t offset, uint64_t address, uint64_t n, uint64_t near) except +mcr_verbs_raise
         void remove(uint64_t address) except +mcr_verbs_raise
     int c_memory_node "mcr::verbs::memory_node"(uint64_t address)
     vector[string] c_device_names "mcr::verbs::device_names"() except +mcr_verbs_raise
@@ -246,6 +247,14 @@ cdef class Rails:
         cdef uint64_t rails = _set(near)
         with nogil:
             keys = self.c.get().add(address, nbytes, rails)
+        return keys
+
+    def register_dmabuf(self, int fd, uint64_t offset, uint64_t address, uint64_t nbytes, near=None):
+        """Like `register`, for another device's memory, which begins at `offset` of that dma-buf. Borrows the descriptor."""
+        cdef vector[uint32_t] keys
+        cdef uint64_t rails = _set(near)
+        with nogil:
+            keys = self.c.get().add_dmabuf(fd, offset, address, nbytes, rails)
         return keys
 
     def unregister(self, uint64_t address):

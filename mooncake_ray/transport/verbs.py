@@ -8,6 +8,7 @@ pairs goes by the peer's `exchange`, as JSON; the keys of its memory are in its 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import secrets
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
+from mooncake_ray.store import gpudirect
 from mooncake_ray.transport import rails as _rails
 from mooncake_ray.transport.base import BaseTransport, Connection, Memory, Peer, Regions, check_table, checked_ranges, timed_out
 from mooncake_ray.transport.registry import register_transport
@@ -70,6 +72,7 @@ class Verbs(BaseTransport):
     """
 
     name: ClassVar[str] = "verbs"
+    takes_devices: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -131,10 +134,12 @@ class Verbs(BaseTransport):
             self._memory[memory.region] = memory
         node = _native.memory_node(memory.address)
         near = _rails.near_rails(self._at, node if node >= 0 else self._home, self._nodes)
+        on_device = memory.device >= 0
+        register = functools.partial(gpudirect.register, native, memory.device) if on_device else native.register
         made: list[list[Any]] = []
         try:  # without the lock: it takes seconds for memory of many gigabytes
             for address, nbytes in _rails.split(memory.address, memory.nbytes, self._largest):
-                made.append([address, nbytes, native.register(address, nbytes, near)])
+                made.append([address, nbytes, register(address, nbytes, near)])
         except BaseException as e:
             for address, *_ in made:
                 native.unregister(address)
