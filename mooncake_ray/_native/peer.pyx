@@ -253,11 +253,11 @@ cdef class Server:
 
 
 cdef class Link:
-    """One connection to a peer's server. Threads take turns. After any error it is closed.
+    """One connection to a peer's server. Threads take turns. After any error it is closed, but after EINVAL, EOPNOTSUPP and ValueError.
 
     Raises:
         PeerLostError: the connection ended, or what came makes no sense.
-        TransportError: with `errno` ETIMEDOUT the deadline passed; EINVAL: the peer has no such range.
+        TransportError: with `errno` ETIMEDOUT the deadline passed; EINVAL: the peer has no such range; EOPNOTSUPP: nobody answers there.
         ValueError: what is asked exceeds a limit.
     """
     cdef unique_ptr[CLink] l

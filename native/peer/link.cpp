@@ -203,14 +203,14 @@ std::string Link::exchange(const std::string& transport, const std::string& blob
   const uint32_t n = uint32_t(transport.size());
   std::string text;
   const Frame f = ask(Op::kExchange, {bytes_of(n), transport, blob}, deadline_of(timeout_ns), &text);
-  if (Code(f.code) != Code::kOk) fail(PeerError::kOther, EOPNOTSUPP, "nobody answers there");
   g.done = true;
+  if (Code(f.code) != Code::kOk) fail(PeerError::kOther, EOPNOTSUPP, "nobody answers there");
   return text;
 }
 
 bool Link::next_event(int64_t timeout_ns, ObjectId* id) {
-  Guard g(*this, "next_event");
   if (!events_) throw std::invalid_argument("this link is not for events");
+  Guard g(*this, "next_event");
   const int64_t deadline = deadline_of(timeout_ns);
   const size_t whole = sizeof(Frame) + sizeof(ObjectId);
   while (partial_.size() < whole) {

@@ -1,4 +1,5 @@
-// A puller's connection to a peer server. Blocking calls with deadlines, one at a time; other threads wait their turn. After any error it is closed.
+// A puller's connection to a peer server. Blocking calls with deadlines, one at a time; other threads wait their turn. After any error it is closed, except
+// where the server said that it has no such bytes, or that nobody answers (EINVAL, EOPNOTSUPP).
 #pragma once
 #include <atomic>
 #include <cerrno>
@@ -79,7 +80,7 @@ class Link {
   std::atomic<bool> closed_{false};
 };
 
-// One call at a time. What does not come to its end leaves the stream somewhere inside a message: the link is closed.
+// One call at a time. What does not come to its end may leave the stream somewhere inside a message: the link is closed.
 struct Link::Guard {
   Guard(Link& l, const char* op) : link(l), lock(l.mutex_) {
     if (link.closed_) throw PeerError(PeerError::kLost, std::string(op) + ": the link to " + link.peer_ + " is closed", op, EBADF, link.peer_);

@@ -24,6 +24,8 @@ class Server {
   struct Options {
     unsigned threads = 2;
     bool sendfile = false;  // large ranges leave without a copy; over loopback that was measured to be slower
+    int64_t handshake_ns = 5'000'000'000;  // that a connection has for proving that it knows the secret
+    int64_t stall_ns = 60'000'000'000;     // without progress, after which a receiver is given up
   };
   // Throws std::invalid_argument for an address that is none or names all of them, std::system_error.
   Server(std::shared_ptr<Client> client, const std::string& host, uint16_t port, std::string secret, Options options);
@@ -90,7 +92,7 @@ class Server {
   const std::string secret_;
   const Options options_;
   uint16_t port_ = 0;
-  std::atomic<uint64_t> sent_{0}, refused_{0}, requests_{0}, unproved_{0}, connections_{0}, next_loop_{0};
+  std::atomic<uint64_t> sent_{0}, refused_{0}, requests_{0}, connections_{0}, next_loop_{0};
 
   std::mutex mutex_;  // for all that follows
   std::string description_;

@@ -101,7 +101,8 @@ def test_what_is_in_no_arena_is_read_through_links(client, server):
     assert one.unpin([oid], 10)
     with pytest.raises(TransportError) as e:
         one.read(table((region, offset, into.ctypes.data, n)), 10)
-    assert e.value.op == "read" and e.value.errno == 22 and one.closed
+    assert e.value.op == "read" and e.value.errno == 22 and not one.closed
+    assert one.describe(10) == b""
 
 
 def test_out_of_range(client, server):
