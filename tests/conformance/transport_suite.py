@@ -263,7 +263,8 @@ class TransportSuite:
         with pytest.raises(RegistrationError, match="4096 bytes of CUDA device 99") as refused:
             transport.register(Memory(5, target.address, 4096, device=99))
         assert refused.value.errno == errno.EOPNOTSUPP
-        transport.register(Memory(5, Target(4096).address, 4096))
+        other = Target(4096)
+        transport.register(Memory(5, other.address, 4096))
 
     def test_connect_again(self, transport, target, remote):
         for i in range(5):
