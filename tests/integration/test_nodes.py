@@ -90,6 +90,34 @@ settles(a)
     )
 
 
+def test_what_is_detached_from_its_job_keeps_its_services(nodes):
+    run(
+        nodes,
+        """
+options = dict(namespace="kept", lifetime="detached")
+kept = [Worker.options(name=f"kept{n}", **options, **on(n)).remote() for n in (1, 2)]
+ray.get([k.stats.remote() for k in kept])
+""",
+    )
+    nodes.program(
+        0,
+        """
+import time, ray
+ray.init(namespace="kept", log_to_driver=False)  # a job that has nothing to do with the pool
+time.sleep(3)  # for longer than a service needs to see that its job is over
+one, other = (ray.get_actor(f"kept{n}") for n in (1, 2))
+n = 1 << 20
+assert ray.get(other.get.remote(ray.get(one.keep.remote(n)))) == n * (n - 1) / 2
+ray.kill(one), ray.kill(other)
+end = time.monotonic() + 60
+while services := [a for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "mooncake_ray"]:
+    assert time.monotonic() < end, services
+    time.sleep(0.1)
+""",
+        timeout_s=180,
+    )
+
+
 def test_put_and_returns_are_got_on_another_node(nodes):
     run(
         nodes,
