@@ -61,6 +61,8 @@ class Memory:
     nbytes: int
     fd: int = -1
     """The memory's file, if it has one; only borrowed."""
+    device: int = -1
+    """The CUDA device whose memory it is, by number; -1: this machine's. Only verbs takes a device's."""
 
     def __post_init__(self) -> None:
         if self.region < 0 or self.address <= 0 or self.nbytes <= 0:
@@ -171,6 +173,8 @@ class BaseTransport:
     the transport. See `Transport`; what is left to others begins with an underscore."""
 
     name: ClassVar[str]
+    takes_devices: ClassVar[bool] = False
+    """Whether memory of CUDA devices can be registered."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -224,6 +228,9 @@ class BaseTransport:
             raise self._closed("register", RegistrationError)
         if memory.region in self._memory:
             raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+        if memory.device >= 0 and not self.takes_devices:
+            text = f"{self.name} cannot read memory of a device ({memory.nbytes} bytes of CUDA device {memory.device})"
+            raise RegistrationError(text, "register", errno.EOPNOTSUPP)
 
     def _check_open(self, op: str = "connect") -> None:
         if not self._is_open:

@@ -8,7 +8,9 @@ pairs goes by the peer's `exchange`, as JSON; the keys of its memory are in its 
 from __future__ import annotations
 
 import errno
+import functools
 import json
+import os
 import secrets
 import threading
 import time
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
+from mooncake_ray.store import gpudirect
 from mooncake_ray.transport import rails as _rails
 from mooncake_ray.transport.base import BaseTransport, Connection, Memory, Peer, Regions, check_table, checked_ranges, timed_out
 from mooncake_ray.transport.registry import register_transport
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verbs"]
 
-_VERSION = 1
+_VERSION = 2
 _QUEUES = 2  # queue pairs a pair of rails: two let a device work on two at once
 _TIMEOUT = 16  # 4.096 us * 2**16 = 0.27 s without an answer; so often more:
 _RETRIES = 6
@@ -55,7 +58,7 @@ def _usable(config: Config) -> tuple[list[_rails.Port], str]:
     if not known:
         return [], f"libibverbs has no driver for {', '.join(sorted({p.device for p in there}))}"
     only = [n for n in config.rdma_devices.replace(" ", "").split(",") if n]
-    if chosen := _rails.choose_ports(known, only, _rails.near_node()):
+    if chosen := _rails.choose_ports(known, only):
         return chosen, ""
     of = f" of {', '.join(only)}" if only else ""
     return [], f"no RDMA port{of} is up and has an address (there are {', '.join(map(str, there))})"
@@ -69,6 +72,7 @@ class Verbs(BaseTransport):
     """
 
     name: ClassVar[str] = "verbs"
+    takes_devices: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -106,6 +110,9 @@ class Verbs(BaseTransport):
         self._largest = min(limit for limit in limits if limit)
         self._queues = queues
         self._manner = (timeout, retries, int(config.rdma_traffic_class), 0)
+        self._at = [p.node for p in gids]  # the NUMA node of each rail
+        self._nodes = _rails.list_nodes()
+        self._home = _rails.home_node(self._nodes, os.sched_getaffinity(0))
         self._regions: dict[int, list[Any]] = {}  # what peers are told of each
         self._sessions: dict[
             int, dict[tuple[str, int], Any]
@@ -117,15 +124,22 @@ class Verbs(BaseTransport):
         return _usable(config)[1]
 
     def register(self, memory: Memory) -> None:
-        """Pins all of it, in as many pieces as the devices ask for; or none of it, if one is refused."""
+        """Pins all of it, in as many pieces as the devices ask for; or none of it, if one is refused.
+
+        With every device; but the bytes go over those that are nearest to the NUMA node that it prefers: its own, or else this process's.
+        """
         with self._lock:
             self._check_registration(memory)
             native = self._rails
             self._memory[memory.region] = memory
+        node = _native.memory_node(memory.address)
+        near = _rails.near_rails(self._at, node if node >= 0 else self._home, self._nodes)
+        on_device = memory.device >= 0
+        register = functools.partial(gpudirect.register, native, memory.device) if on_device else native.register
         made: list[list[Any]] = []
         try:  # without the lock: it takes seconds for memory of many gigabytes
             for address, nbytes in _rails.split(memory.address, memory.nbytes, self._largest):
-                made.append([address, nbytes, native.register(address, nbytes)])
+                made.append([address, nbytes, register(address, nbytes, near)])
         except BaseException as e:
             for address, *_ in made:
                 native.unregister(address)
@@ -136,10 +150,10 @@ class Verbs(BaseTransport):
             raise
         with self._lock:
             if self._is_open:
-                self._regions[memory.region] = [memory.address, memory.nbytes, made]
+                self._regions[memory.region] = [memory.address, memory.nbytes, made, near]
 
     def describe(self) -> dict[str, Any]:
-        """`rails`: places and abilities; `regions`: number, address, nbytes, and pieces: address, nbytes, and keys, one a rail."""
+        """`rails`: places and abilities; `regions`: number, address, nbytes, pieces (address, nbytes, and keys, one a rail), near rails."""
         with self._lock:
             self._check_open("describe")
             regions = [[number, *region] for number, region in self._regions.items()]
@@ -307,7 +321,7 @@ class _Connection:
 
     @staticmethod
     def _parse(description: Mapping[str, Any]) -> dict[int, Any]:
-        return {int(number): (int(address), int(nbytes), pieces) for number, address, nbytes, pieces in description["regions"]}
+        return {int(number): (int(address), int(nbytes), *more) for number, address, nbytes, *more in description["regions"]}
 
     def _named(self, e: TransportError) -> TransportError:
         return type(e)(f"{self._peer}: {e}", e.op, e.errno, str(self._peer))

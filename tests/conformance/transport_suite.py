@@ -258,6 +258,14 @@ class TransportSuite:
         with pytest.raises(RegistrationError):
             transport.register(Memory(0, target.address, target.nbytes))
 
+    def test_memory_of_a_device_that_cannot_be_registered(self, transport, target):
+        """There is no such device here, whether or not the transport could take its memory."""
+        with pytest.raises(RegistrationError, match="4096 bytes of CUDA device 99") as refused:
+            transport.register(Memory(5, target.address, 4096, device=99))
+        assert refused.value.errno == errno.EOPNOTSUPP
+        other = Target(4096)
+        transport.register(Memory(5, other.address, 4096))
+
     def test_connect_again(self, transport, target, remote):
         for i in range(5):
             connection = self.connect(transport, remote.peer())

@@ -18,6 +18,7 @@ from pairs import GUARD, MIB, SESSION, TIMEOUT_S, Pair, memory
 
 from mooncake_ray.config import Config
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
+from mooncake_ray.store import gpudirect
 from mooncake_ray.transport import Memory, get_transport
 
 QUICK = {"timeout": 16, "retries": 3}  # a peer that does not answer is given up after a second: a busy one is not
@@ -45,8 +46,8 @@ def pair_with():
 
 
 def wrong_keys(description):
-    for *_, pieces in description["regions"]:
-        for piece in pieces:
+    for region in description["regions"]:
+        for piece in region[3]:
             piece[2] = [key ^ 0xFF for key in piece[2]]
 
 
@@ -308,6 +309,35 @@ def test_registering_what_is_registered(pair):
         with pytest.raises(RegistrationError):
             pair.here.register(Memory(9, address, nbytes))
     pair.read_all(pair.connect())
+
+
+def test_a_dma_buf_that_is_none(pair):
+    native = pair.here._rails
+    with open("/dev/zero", "rb") as file, pytest.raises(RegistrationError, match="rxe0 cannot register 8192 bytes") as refused:
+        native.register_dmabuf(file.fileno(), 0, 1 << 40, 8192)
+    assert refused.value.op == "ibv_reg_dmabuf_mr" and refused.value.errno
+    pair.read_all(pair.connect())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(gpudirect.unsupported()), reason=gpudirect.unsupported() or "there is a device")
+def test_memory_of_a_gpu(pair):
+    """From this machine's memory into a GPU's, and back."""
+    import torch
+
+    there, back = (torch.zeros(pair.target.nbytes, dtype=torch.uint8, device="cuda") for _ in "12")
+    pair.here.register(Memory(6, there.data_ptr(), there.nbytes, device=0))
+    ranges = pair.ranges((0, 0, there.nbytes))
+    ranges[0, 2] = there.data_ptr()
+    pair.connect().read(ranges, TIMEOUT_S)
+    np.testing.assert_array_equal(there.cpu().numpy(), pair.source)
+    back[:] = there.flip(0)
+    torch.cuda.synchronize()
+    pair.there.register(Memory(6, back.data_ptr(), back.nbytes, device=0))
+    ranges = pair.ranges((0, 0, back.nbytes))
+    ranges[0, 0] = 6
+    pair.connect().read(ranges, TIMEOUT_S)
+    np.testing.assert_array_equal(pair.target, pair.source[::-1])
 
 
 def test_registering_what_is_not_mapped(pair):
