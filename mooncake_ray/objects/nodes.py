@@ -8,7 +8,6 @@ and lies in Ray's store as well: who may use the Ray cluster may use the pools.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -36,7 +35,8 @@ _NAMESPACE = "mooncake_ray"
 _SPACE = _NAMESPACE.encode()
 _SERVICE = "node-service"
 _SECRET = b"secret"
-_POOL = b"pool:"
+_ENGINE = b"engine:"
+_LOST = b"lost:"
 _SECRET_BYTES = 32
 _KNOWN_FOR_S = 1.0
 _JOB_CHECK_S = 1.0
@@ -60,15 +60,11 @@ _homes: dict[bytes, str] = {}
 
 
 def node_of(pool_id: bytes) -> str | None:
-    """ID of the node that has that pool, dead or alive; None where no service ever served it. Thread-safe."""
-    if (found := _homes.get(pool_id)) is None and (record := _record(pool_id)) is not None:
-        found = _homes[pool_id] = record["node"]  # a pool never moves
-    return found
-
-
-def _record(pool_id: bytes) -> dict[str, Any] | None:
-    raw = internal_kv._internal_kv_get(_POOL + pool_id.hex().encode(), namespace=_SPACE)
-    return None if raw is None else json.loads(raw)
+    """ID of the node that has that pool, dead or alive; None where no service serves it. Thread-safe."""
+    if pool_id not in _homes:
+        for key in internal_kv._internal_kv_list(_ENGINE + pool_id.hex().encode(), namespace=_SPACE):
+            _homes[pool_id] = _parsed(key)[1][0]  # for good: a pool never moves
+    return _homes.get(pool_id)
 
 
 class RayDirectory:
@@ -77,37 +73,55 @@ class RayDirectory:
     def __init__(self, own: Endpoint | None = None) -> None:
         self.own = own
         self._lock = threading.Lock()
-        self._dead_asked = float("-inf")
+        self._asked = float("-inf")
+        self._served: dict[bytes, tuple[str, Endpoint]] = {}  # node and endpoint, by pool; of dead nodes too
+        self._lost: set[bytes] = set()  # pools that ended before their nodes did
         self._alive: set[str] = set()
-        self._records: dict[bytes, dict[str, Any]] = {}
 
     def resolve(self, pool_id: bytes) -> Endpoint | None:
-        if (record := _record(pool_id)) is None:
-            return None
-        with self._lock:
-            self._records[pool_id] = record
-        return None if self.is_lost(pool_id) else Endpoint(record["host"], record["port"])
+        if pool_id not in self._served:
+            self._ask()
+        node_id, endpoint = self._served.get(pool_id, ("", None))
+        return endpoint if node_id in self._alive else None
+
+    def forget(self, pool_id: bytes) -> None:
+        self._ask()
 
     def is_lost(self, pool_id: bytes) -> bool:
-        with self._lock:
-            record = self._records.get(pool_id)
-            if record is None:
-                return False
-            if time.monotonic() - self._dead_asked > _KNOWN_FOR_S:
-                self._alive, self._dead_asked = {n["NodeID"] for n in _alive()}, time.monotonic()
-            return record["node"] not in self._alive
+        self._ask()
+        return pool_id in self._lost or (pool_id in self._served and self._served[pool_id][0] not in self._alive)
+
+    def serves(self, endpoint: Endpoint) -> bool:
+        return endpoint in self.others()
 
     def others(self) -> list[Endpoint]:
-        out = []
-        alive = {n["NodeID"] for n in _alive()}
-        for key in internal_kv._internal_kv_list(_POOL, namespace=_SPACE):
-            if (raw := internal_kv._internal_kv_get(key, namespace=_SPACE)) is None:
-                continue
-            record = json.loads(raw)
-            endpoint = Endpoint(record["host"], record["port"])
-            if record["node"] in alive and endpoint != self.own and endpoint not in out:
-                out.append(endpoint)
-        return out
+        self._ask()
+        there = (endpoint for node_id, endpoint in self._served.values() if node_id in self._alive and endpoint != self.own)
+        return list(dict.fromkeys(there))
+
+    def _ask(self) -> None:
+        """Unless somebody did a moment ago."""
+        with self._lock:
+            if time.monotonic() - self._asked < _KNOWN_FOR_S:
+                return
+            try:
+                served = dict(map(_parsed, internal_kv._internal_kv_list(_ENGINE, namespace=_SPACE)))
+                lost = {bytes.fromhex(key.removeprefix(_LOST).decode()) for key in internal_kv._internal_kv_list(_LOST, namespace=_SPACE)}
+                alive = {n["NodeID"] for n in _alive()}
+            except Exception as e:  # Ray's own client raises several kinds while the head node is away
+                logger.debug("mooncake_ray: the nodes cannot be asked for: %s", e)
+                return
+            self._served, self._lost, self._alive, self._asked = served, lost, alive, time.monotonic()
+
+
+def _key_of(pool_id: bytes, node_id: str, endpoint: Endpoint) -> bytes:
+    """An entry of the directory: all of it is in the key, so that one request lists them."""
+    return _ENGINE + f"{pool_id.hex()}/{node_id}/{endpoint}".encode()
+
+
+def _parsed(key: bytes) -> tuple[bytes, tuple[str, Endpoint]]:
+    pool_id, node_id, endpoint = key.removeprefix(_ENGINE).decode().split("/")
+    return bytes.fromhex(pool_id), (node_id, Endpoint.parse(endpoint))
 
 
 class NodeService:
@@ -132,14 +146,20 @@ class NodeService:
         from mooncake_ray.objects.session import raylet_pid
 
         log = os.path.join(self._node.get_logs_dir_path(), "mooncake_ray_broker.err")
-        client = node.connect(self._name, self._config, watch_pid=raylet_pid(self._node), log=log)
+        before = self._engine.client if self._engine is not None else None
+        client = node.connect(self._name, self._config, watch_pid=raylet_pid(self._node), log=log, before=before)
         directory = RayDirectory()
         engine = self._engine_class(client, door_name(self._name), directory, _secret(), self._host, self._config)
         directory.own = engine.endpoint
-        record = json.dumps({"node": self._node_id, "host": engine.endpoint.host, "port": engine.endpoint.port})
-        self._key = _POOL + client.pool_id.hex().encode()
-        internal_kv._internal_kv_put(self._key, record.encode(), overwrite=True, namespace=_SPACE)
         self._engine = engine
+        stale = [key for key in internal_kv._internal_kv_list(_ENGINE, namespace=_SPACE) if _parsed(key)[1][0] == self._node_id]
+        self._key = _key_of(client.pool_id, self._node_id, engine.endpoint)
+        internal_kv._internal_kv_put(self._key, b"", overwrite=True, namespace=_SPACE)
+        for key in stale:  # of engines that this one is in the place of: others learn by this that they are no more
+            if (pool_id := _parsed(key)[0]) != client.pool_id:
+                internal_kv._internal_kv_put(_LOST + pool_id.hex().encode(), b"", overwrite=True, namespace=_SPACE)
+            if key != self._key:
+                internal_kv._internal_kv_del(key, namespace=_SPACE)
         logger.info("mooncake_ray: serving pool %s at %s", client.pool_id.hex()[:8], engine.endpoint)
 
     def _export(self) -> None:

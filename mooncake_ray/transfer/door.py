@@ -23,7 +23,7 @@ import numpy as np
 
 from mooncake_ray import errors
 from mooncake_ray._native import pool
-from mooncake_ray.errors import GetTimeoutError, MooncakeRayError, StoreError
+from mooncake_ray.errors import GetTimeoutError, MooncakeRayError, StoreError, TransportError
 from mooncake_ray.transfer.deadline import Deadline
 
 __all__ = ["Door", "Doorkeeper", "door_name"]
@@ -97,8 +97,7 @@ class Door:
                 raise ConnectionError(f"the engine of this node is gone: {e!r}") from e
             raise
         if answer[:1] != _OK:
-            name, _, text = answer[1:].decode().partition("\n")
-            raise getattr(errors, name, StoreError)(text)
+            raise _read_error(answer[1:])
         try:
             yield answer[1:]
         finally:
@@ -179,7 +178,7 @@ class Doorkeeper:
                         runs = np.frombuffer(request, np.uint64, offset=_REQUEST.size).reshape(-1, 2)
                         pin = self._read(pool_id, id, runs, timeout_s)
                 except (MooncakeRayError, ValueError, OSError) as e:
-                    conn.send_bytes(_FAILED + f"{type(e).__name__}\n{e}".encode())
+                    conn.send_bytes(_FAILED + _written_error(e))
                     continue
                 conn.send_bytes(_OK + pin.id)
                 try:
@@ -213,6 +212,21 @@ class Doorkeeper:
             for conn in self._open:
                 with contextlib.suppress(OSError):
                     socket.socket(fileno=os.dup(conn.fileno())).shutdown(socket.SHUT_RDWR)
+
+
+def _written_error(e: Exception) -> bytes:
+    what = {"kind": type(e).__name__, "text": str(e)}
+    if isinstance(e, TransportError):
+        what |= {"op": e.op, "errno": e.errno, "peer": e.peer}
+    return json.dumps(what).encode()
+
+
+def _read_error(data: bytes) -> MooncakeRayError:
+    """What the engine raised; a StoreError where it is none of this package's."""
+    what = json.loads(data)
+    kind, text = what.pop("kind"), what.pop("text")
+    found = getattr(errors, kind, None)
+    return found(text, **what) if found is not None else StoreError(f"{kind}: {text}")
 
 
 def _is_same_user(conn: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 import threading
 from typing import Any
 
@@ -11,7 +12,8 @@ from mooncake_ray._native import peer as native
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.counters import snapshot
-from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, TransportUnavailableError
+from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, RegistrationError, TransportUnavailableError
+from mooncake_ray.transfer.claims import SUBJECT, Claims
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transfer.door import Doorkeeper
 from mooncake_ray.transfer.peers import Peers
@@ -27,6 +29,7 @@ COUNTED = ("replicas", "remote_bytes_read", "remote_retries", "relayed", "relays
 """What an engine counts: objects brought here, bytes read, attempts after an error, objects read from another reader, … and such that failed."""
 _POLL_S = 1.0
 _ID_BYTES = 16
+_TAKEN = b"\1"
 
 
 class Engine:
@@ -50,13 +53,17 @@ class Engine:
         self.endpoint = Endpoint(host, self.server.port)
         try:
             self.register()
-            self.peers = Peers(host=host, me=str(self.endpoint), secret=secret, config=config, transports=self.transports, gone=self._gone)
+            self.peers = Peers(
+                host=host, me=str(self.endpoint), secret=secret, config=config, transports=self.transports, directory=directory
+            )
             self.puller = Puller(client, self.server, self.peers, directory, self._has_arena)
+            self.claims = Claims(client, self.peers)
+            self.peers.on_gone, self.peers.on_back, self.peers.on_lost = self.puller.gone, self.puller.back, self._lost
             self._door = Doorkeeper(door, self.puller.pull, self.puller.read, lambda id: client.remove([id]), self.report)
         except BaseException:
             self._close_transports()
             raise
-        client.listen()
+        client.listen(last=True)
         self._threads = [
             threading.Thread(target=target, name=f"mooncake_ray.{name}", daemon=True)
             for name, target in (("events", self._events), ("requests", self._requests))
@@ -70,8 +77,15 @@ class Engine:
             for index, address, _, nbytes, fd in self.client.arenas():
                 if index in self._registered:
                     continue
-                for transport in self.transports.values():
-                    transport.register(Memory(index, address, nbytes, fd))
+                for name, transport in list(self.transports.items()):
+                    try:
+                        transport.register(Memory(index, address, nbytes, fd))
+                    except RegistrationError as e:
+                        if name == self.config.transport:
+                            raise
+                        logger.warning("mooncake_ray: this node does without %s: %s", name, e)
+                        del self.transports[name]  # what peers read by it already ends with an error, and is read by another one
+                        transport.close()
                 self._registered.add(index)
             self.server.describe(json.dumps({name: t.describe() for name, t in self.transports.items()}).encode())
 
@@ -79,7 +93,8 @@ class Engine:
         """What an operator wants to know; JSON can hold it.
 
         `endpoint`, `transports` that are offered, `peers` (the transport that reads from each; "" before the first read). Of the server, now:
-        `connections`, `sessions`, `pins`, `offers` (what is being received, and served meanwhile), `replicas_elsewhere`; since its start:
+        `connections`, `sessions`, `pins`, `offers` (what is being received, and served meanwhile), `replicas_elsewhere`, `claims_elsewhere` (of
+        objects here, by processes of other nodes); since its start:
         `bytes_sent` (by it: what is read by RDMA it cannot count), `requests`, `refused` connections. Of the puller, since the process
         started: the numbers in `COUNTED`.
         """
@@ -89,6 +104,7 @@ class Engine:
             "endpoint": str(self.endpoint),
             "transports": sorted(self.transports),
             "peers": self.peers.report(),
+            "claims_elsewhere": self.claims.count(),
             **served,
             **dict.fromkeys(COUNTED, 0),
             **snapshot(),
@@ -100,6 +116,7 @@ class Engine:
             return
         self._closing = True
         self._door.close()
+        self.claims.close()
         self.peers.close()
         self._close_transports()
         self.client.close()
@@ -116,8 +133,9 @@ class Engine:
         if index not in self._registered:
             self.register()
 
-    def _gone(self, id: bytes) -> None:
-        self.puller.gone(id)
+    def _lost(self, endpoint: Endpoint) -> None:
+        self.puller.lost(endpoint)
+        self.claims.lost(endpoint)
 
     def _events(self) -> None:
         while not self._closing:
@@ -129,10 +147,13 @@ class Engine:
             if event is None:
                 continue
             kind, key = event
-            if kind != pool.KIND_GONE:
-                self.client.disown(kind, key, False)  # an engine calls no tasks
-                continue
-            self.server.gone(key[:_ID_BYTES])
+            if kind == pool.KIND_GONE:
+                self.server.gone(key[:_ID_BYTES])
+                self.puller.dropped(key[:_ID_BYTES])
+            elif answer := kind & pool.ANSWERS:
+                self.claims.answered(answer, kind - answer, key)
+            else:
+                self.claims.asked(kind, key)
 
     def _requests(self) -> None:
         while not self._closing:
@@ -145,10 +166,14 @@ class Engine:
                     transport.ended(session)
                 continue
             try:
+                if name == SUBJECT:
+                    self.claims.receive(blob)
+                    self.server.answer(session, _TAKEN)
+                    continue
                 if name not in self.transports:
                     raise TransportUnavailableError(f"this node does not offer {name!r}; it offers {sorted(self.transports)}")
                 answer = self.transports[name].accept(session, blob)
-            except (MooncakeRayError, ValueError) as e:
+            except (MooncakeRayError, ValueError, struct.error) as e:
                 logger.warning("mooncake_ray: a peer's request for %s was refused: %s", name, e)
                 answer = b""
             self.server.answer(session, answer)

@@ -16,6 +16,7 @@ from mooncake_ray.counters import count
 from mooncake_ray.errors import (
     GetTimeoutError,
     MooncakeRayError,
+    ObjectExistsError,
     ObjectLostError,
     ObjectNotFoundError,
     PeerRefusedError,
@@ -33,6 +34,8 @@ _CHUNK = 16 << 20  # bytes read at a time of an object that others read from her
 _FIRST_CHUNK = 1 << 20
 _AGAIN_S = 0.05  # before the first try again; then twice as long each time, up to …
 _AGAIN_MOST_S = 1.0
+_NAMED = 4096  # replicas named in one message
+_NAMING_S = 5.0
 _NOTE = "from another node"
 T = TypeVar("T")
 
@@ -54,6 +57,7 @@ class Puller:
         self._client, self._server, self._peers, self._directory, self._has_arena = client, server, peers, directory, has_arena
         self._lock = threading.Lock()
         self._flights: dict[bytes, _Flight] = {}
+        self._replicas: dict[bytes, Endpoint] = {}  # of objects there, which tells when they are gone
 
     # ---- whole objects
 
@@ -101,9 +105,28 @@ class Puller:
     def gone(self, id: bytes) -> None:
         """The object is of no more use to anybody at its home."""
         with self._lock:
+            self._replicas.pop(id, None)
             if (flight := self._flights.get(id)) is not None:
                 flight.gone = True
         self._client.unclaim(pool.KIND_REPLICA, id)
+
+    def dropped(self, id: bytes) -> None:
+        """The object ceased to exist in this pool, if it was a replica."""
+        with self._lock:
+            self._replicas.pop(id, None)
+
+    def back(self, node: Node) -> None:
+        """That node could not say what was gone for a while: has it say so now."""
+        with self._lock:
+            ids = [id for id, home in self._replicas.items() if home == node.endpoint]
+        for at in range(0, len(ids), _NAMED):
+            with contextlib.suppress(MooncakeRayError), node.link(_NAMING_S) as link:  # if it is not heard again, this comes again
+                link.unpin(ids[at : at + _NAMED], _NAMING_S, kept=True)
+
+    def lost(self, endpoint: Endpoint) -> None:
+        """What came from there may be all that is left of it: it stays, until the room is needed."""
+        with self._lock:
+            self._replicas = {id: home for id, home in self._replicas.items() if home != endpoint}
 
     def _bring(self, pool_id: bytes, id: bytes, deadline: Deadline) -> pool.Pin:
         """Copies the object from its home, or if that is dead, from whoever has it."""
@@ -132,7 +155,10 @@ class Puller:
                         raise  # it would be as wrong next time
                     last = str(e)
                     node.forget_connection()
+                    self._directory.forget(pool_id)
                     count("remote_retries")
+                except ObjectExistsError as e:  # a lease of an engine that was here before, or a removed object that is being read
+                    last = str(e)
             if self._directory.is_lost(pool_id):
                 raise ObjectLostError(f"{what} is lost with its node: {last}")
             if deadline.over:
@@ -144,11 +170,11 @@ class Puller:
         """Makes a replica of what that node has."""
         what = f"object {id.hex()}"
         with contextlib.ExitStack() as undo:
-            home.listen()
+            home.listen(deadline.left(what))
             with home.pinned(id, deadline, keep=True) as there:
                 if there.inline is not None and there.nbytes <= pool.INLINE_MAX:
                     self._client.put_inline(id, there.inline, pool.KIND_REPLICA, id)
-                    return self._client.get(id, deadline.left(what))
+                    return self._kept(home, id, deadline.left(what))
                 lease = self._lease(id, there.nbytes, deadline.left(what))
                 undo.callback(lease.abort)
                 if there.inline is not None:
@@ -156,8 +182,16 @@ class Puller:
                 else:
                     self._receive(home, there, lease, deadline, undo)
             lease.seal(pool.KIND_REPLICA, id)
-            count("replicas")
-            return self._client.get(id, deadline.left(what))
+            return self._kept(home, id, deadline.left(what))
+
+    def _kept(self, home: Node, id: bytes, timeout_s: float) -> pool.Pin:
+        """Notes a new replica, and pins it."""
+        with self._lock:
+            self._replicas[id] = home.endpoint
+        pin = self._client.get(id, timeout_s)
+        self._client.watch([id])
+        count("replicas")
+        return pin
 
     def _lease(self, id: bytes, nbytes: int, timeout_s: float) -> pool.Lease:
         lease = self._client.create(id, nbytes, timeout_s, _NOTE)

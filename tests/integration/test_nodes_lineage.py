@@ -92,6 +92,7 @@ behind = make.remote("behind", 10)
 chain = more.remote("chain", behind)
 finished(single, argument, once, seen, chain)
 known = make.remote("known", 4)
+finished(known)
 assert mooncake_ray.near(known) != "DEFAULT"                 # its envelope is here
 seen_value = value(seen)
 begun = ray.get(runs.read.remote())
