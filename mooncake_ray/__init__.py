@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from mooncake_ray.objects.catalog import Catalog
     from mooncake_ray.objects.install import install, installed, runtime_env, uninstall
     from mooncake_ray.objects.install import runtime_env_hook as ray_hook
+    from mooncake_ray.objects.locality import near
+    from mooncake_ray.objects.prefetching import prefetch
     from mooncake_ray.objects.remote import remote
     from mooncake_ray.store import ObjectKey, Store
 
@@ -64,7 +66,9 @@ __all__ = [
     "get",
     "install",
     "installed",
+    "near",
     "pool_stats",
+    "prefetch",
     "put",
     "put_batch",
     "ray_hook",
@@ -89,7 +93,9 @@ _LAZY = {
     "get": "mooncake_ray.objects.api:get",
     "install": "mooncake_ray.objects.install:install",
     "installed": "mooncake_ray.objects.install:installed",
+    "near": "mooncake_ray.objects.locality:near",
     "pool_stats": "mooncake_ray.objects.api:pool_stats",
+    "prefetch": "mooncake_ray.objects.prefetching:prefetch",
     "put": "mooncake_ray.objects.api:put",
     "ray_hook": "mooncake_ray.objects.install:runtime_env_hook",
     "remote": "mooncake_ray.objects.remote:remote",

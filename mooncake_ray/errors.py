@@ -3,6 +3,7 @@
     MooncakeRayError
     ├─ StoreError
     │  ├─ ObjectNotFoundError (KeyError)      no object of that id was ever seen, or it was freed
+    │  ├─ ObjectExistsError (ValueError)      there is an object of that id, or it was freed and is still read
     │  ├─ ObjectLostError                     the bytes are gone although a ref to them exists
     │  ├─ StoreFullError (MemoryError)        no room before the deadline; says who holds what
     │  ├─ GetTimeoutError (TimeoutError)      not there before the deadline
@@ -31,6 +32,7 @@ __all__ = [
     "GetTimeoutError",
     "LeaseLostError",
     "MooncakeRayError",
+    "ObjectExistsError",
     "ObjectLostError",
     "ObjectNotFoundError",
     "PeerLostError",
@@ -50,6 +52,10 @@ class MooncakeRayError(Exception):
 
 class StoreError(MooncakeRayError):
     """Base of the errors of the object store."""
+
+
+class ObjectExistsError(StoreError, ValueError):
+    """An object of that id is in the pool already; one that was removed stays until its last reader lets go."""
 
 
 class ObjectNotFoundError(StoreError, KeyError):

@@ -125,7 +125,8 @@ cdef extern from "pool/client.h" namespace "mcr" nogil:
         void remove(const vector[ObjectId]& ids) noexcept
         void watch(const vector[ObjectId]& ids) noexcept
         vector[ArenaInfo] map_arenas() except +mcr_raise
-        void listen() except +mcr_raise
+        void inquire(const ClaimKey& key) noexcept
+        void listen(cbool last) except +mcr_raise
         cbool next_event(int timeout_ms, ClaimKey* key) except +mcr_raise
         size_t live()
         void close()
@@ -155,6 +156,7 @@ def live_handles():
 
 
 KIND_TOKEN, KIND_RETURN, KIND_SELF, KIND_REPLICA, KIND_GONE = 1, 2, 3, 4, 5
+ANSWER_HELD, ANSWER_ENDED, ANSWER_NOBODY, ANSWERS = 0x100, 0x200, 0x300, 0xf00
 _KEY_BYTES = 28
 
 
@@ -198,7 +200,7 @@ cdef object _refuse(Status s, bytes id, str what):
     if s == Status.kDamaged:
         return _errors.ObjectLostError(f"{what}: object {id.hex()} was spilled, and cannot be read back from the disk")
     if s == Status.kExists:
-        return ValueError(f"{what}: an object {id.hex()} exists already")
+        return _errors.ObjectExistsError(f"{what}: an object {id.hex()} exists already")
     if s == Status.kTimeout:
         return _errors.GetTimeoutError(f"{what}: object {id.hex()} is still being written")
     return _errors.StoreError(f"{what}: the broker refused the request for object {id.hex()} (status {<int>s})")
@@ -381,15 +383,24 @@ cdef class Client:
             all = self.c.get().map_arenas()
         return [(a.index, <uintptr_t>a.rw, <uintptr_t>a.ro, a.bytes, a.ro_fd) for a in all]
 
-    def listen(self):
-        """Opens the event channel: from now on this session can be asked about claims. One thread must then call next_event."""
+    def inquire(self, uint32_t kind, bytes key):
+        """Asks which of the other sessions answers for a claim (KIND_RETURN or KIND_TOKEN) at another broker. `next_event` tells: of kind
+        `ANSWER_NOBODY | kind`; or `ANSWER_HELD | kind`, and in the end `ANSWER_ENDED | kind`; or, where it is over already, that at once."""
+        cdef ClaimKey k = _key(kind, key)
         with nogil:
-            self.c.get().listen()
+            self.c.get().inquire(k)
+
+    def listen(self, bint last=False):
+        """Opens the event channel: from now on this session can be asked about claims, with `last` about those that nobody else answers for.
+        One thread must then call next_event."""
+        with nogil:
+            self.c.get().listen(last)
 
     def next_event(self, timeout_s=None):
         """The next question `(kind, key)`, or None after `timeout_s` seconds. Raises BrokerDiedError when the session is over.
 
-        Of kind KIND_GONE it is no question, but tells that the object whose id the key begins with ceased to exist."""
+        Of kind KIND_GONE it is no question, but tells that the object whose id the key begins with ceased to exist; with an ANSWER in its kind
+        it is one to `inquire`."""
         cdef ClaimKey k
         cdef int ms = -1 if timeout_s is None else <int>(timeout_s * 1000)
         cdef cbool some

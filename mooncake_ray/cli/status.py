@@ -1,4 +1,4 @@
-"""`mooncake-ray status`."""
+"""`mooncake-ray status`: this node's pools; or the cluster's node services (see `services`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 import time
 
-from mooncake_ray.cli import pools, status_view
+from mooncake_ray.cli import pools, services, status_view
 
 __all__ = ["add", "no_such_pool"]
 
@@ -21,6 +21,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     p.add_argument("--scope", metavar="NAME", help="only this pool (for Ray: the session's name, such as session_2026-01-31_…)")
     p.add_argument("--objects", type=int, default=10, metavar="N", help="how many pinned objects to name (default 10)")
+    p.add_argument(
+        "--cluster",
+        action="store_true",
+        help="instead, the node services of all nodes of the Ray cluster that this node (or RAY_ADDRESS) is of",
+    )
     how = p.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="one JSON document")
     how.add_argument("--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS", help="look again and again (default: every 2 s)")
@@ -46,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
+    if args.cluster:
+        return services.run(args)
     found = pools.listed(args.scope)
     readings = [r for r in (pools.read(pool, _COMMAND) for pool in found) if r is not None]
     if args.json:

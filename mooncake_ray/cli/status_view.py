@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,7 @@ from mooncake_ray.cli.pools import Reading
 from mooncake_ray.cli.text import age, bar, count, size, table
 from mooncake_ray.snapshot import Snapshot
 
-__all__ = ["as_json", "lines"]
+__all__ = ["as_json", "lines", "service_lines"]
 
 
 def lines(reading: Reading, most_objects: int) -> list[str]:
@@ -26,6 +27,7 @@ def lines(reading: Reading, most_objects: int) -> list[str]:
     out = [f"pool {pool.scope}  ({', '.join(about)})"]
     out += _fill(s)
     out += _waiting(s)
+    out += _section("node service", _service(reading))
     out += _section("arenas", _arenas(s))
     out += _section("groups", _groups(s))
     out += _section("sessions", _sessions(s, reading.observer))
@@ -43,6 +45,8 @@ def as_json(reading: Reading) -> dict[str, Any]:
         return {**head, "stats": None}
     return {
         **head,
+        "service": reading.service,
+        "service_error": reading.service_error or None,
         "stats": json.loads(reading.text),
         "by_owner": [asdict(t) for t in model.by_owner(s)],
         "by_age": [asdict(t) for t in model.by_age(s)],
@@ -85,6 +89,26 @@ def _waiting(s: Snapshot) -> list[str]:
 
 def _section(title: str, body: list[str]) -> list[str]:
     return ["", f"  {title}", *(f"    {line}" for line in body)] if body else []
+
+
+def _service(reading: Reading) -> list[str]:
+    if reading.service is None:
+        return [f"does not answer: {reading.service_error}"] if reading.service_error else ["none: other nodes cannot read this pool"]
+    return service_lines(reading.service)
+
+
+def service_lines(r: Mapping[str, Any]) -> list[str]:
+    """A node service's report."""
+    out = [
+        f"serves at {r['endpoint']}: {count(r['sessions'], 'peer session')} by {count(r['connections'], 'connection')}, "
+        f"{count(r['pins'], 'pin')}, {count(r['requests'], 'request')}, {size(r['bytes_sent'])} sent by its streams"
+        + (f", {count(r['refused'], 'connection')} refused" if r["refused"] else ""),
+        f"brought here: {count(r['replicas'], 'object')}, {size(r['remote_bytes_read'])} read by its transports, "
+        f"{count(r['relayed'], 'object')} from other readers, {count(r['remote_retries'] + r['relays_lost'], 'retry', 'retries')}",
+        f"offers {', '.join(r['transports'])}",
+    ]
+    rows = [(endpoint, transport or "-") for endpoint, transport in sorted(r["peers"].items())]
+    return out + (table(("PEER", "READ BY"), rows) if rows else [])
 
 
 def _arenas(s: Snapshot) -> list[str]:

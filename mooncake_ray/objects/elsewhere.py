@@ -39,7 +39,20 @@ class Elsewhere(Region):
 
     @property
     def is_here(self) -> bool:
+        """Also if somebody else on this node has brought it here."""
+        if self._shared is None and self._private is None:
+            with contextlib.suppress(ObjectNotFoundError, ObjectLostError, GetTimeoutError):
+                self._private = self.client.get(self.id, 0.0, True)
         return self._shared is not None or self._private is not None
+
+    def prefetch(self, deadline: Deadline) -> None:
+        """Asks this node's engine for it, and does not wait. Raises GetTimeoutError: there is no engine to ask."""
+
+        def ask(door: Door, left: float) -> AbstractContextManager[bytes]:
+            door.prefetch(self._pool_id, self.id, left)
+            return contextlib.nullcontext(self.id)
+
+        self._through_the_door(ask, lambda _: None, deadline)
 
     def _pin(self, writable: bool) -> pool.Pin:
         deadline = Deadline(self._session.config.pull_timeout_s)

@@ -1,7 +1,8 @@
 """Exports what the pool does through `ray.util.metrics`, and so through Ray's own Prometheus endpoint on every node.
 
 Each process exports what it counted itself. What belongs to the node (how full its pool is) is exported by one process, which the broker
-names. One thread a session does both, every `Config.metrics_interval_s` seconds; where something happens it is only counted.
+names; what a node's service does, by the process that the service runs in. One thread a session does it all, every
+`Config.metrics_interval_s` seconds; where something happens it is only counted.
 
 Prometheus has these names with `ray_` before them, and `_total` behind those of counters.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
@@ -19,7 +21,7 @@ from mooncake_ray import counters
 from mooncake_ray.errors import StoreError
 from mooncake_ray.snapshot import Snapshot
 
-__all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "Exporter", "start"]
+__all__ = ["COUNTERS", "GAUGES", "HISTOGRAMS", "SERVICE_GAUGES", "Exporter", "start"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -43,6 +45,13 @@ COUNTERS = {  # name → (what this process counts, description, tag)
     "mooncake_ray_fallbacks": ("fallbacks:", "Values that Ray's own object store took, by reason", ("reason",)),
     "mooncake_ray_put_waits": ("waits", f"Puts that waited for room for more than {_A_WAIT_S * 1000:.0f} ms", ()),
     "mooncake_ray_put_wait_seconds": ("waited_s", "Time that these puts waited", ()),
+    "mooncake_ray_replicas": ("replicas", "Objects that this node's service brought from other nodes", ()),
+    "mooncake_ray_remote_read_bytes": ("remote_bytes_read", "Bytes that this node's service read from other nodes", ()),
+    "mooncake_ray_remote_retries": ("remote_retries", "Reads from other nodes that were tried again after an error", ()),
+    "mooncake_ray_relayed": ("relayed", "Objects that were read from another reader instead of their home", ()),
+    "mooncake_ray_relays_lost": ("relays_lost", "Such readers that failed meanwhile", ()),
+    "mooncake_ray_remote_sent_bytes": ("service:bytes_sent", "Bytes that this node's service sent to other nodes by its streams", ()),
+    "mooncake_ray_peers_refused": ("service:refused", "Connections to this node's service that were refused", ()),
     "mooncake_ray_reaped": ("reaped:", "Taken back from processes that died, by kind (sessions, leases, pins)", ("kind",)),
 }
 GAUGES = {  # name → (field or property of Snapshot, description)
@@ -56,6 +65,11 @@ GAUGES = {  # name → (field or property of Snapshot, description)
     "mooncake_ray_pool_leases": ("leases", "Objects that are being written"),
     "mooncake_ray_pool_waiting": ("waiting", "Requests that wait: for room, or for an object"),
 }
+SERVICE_GAUGES = {  # name → (number of `transfer.engine.Engine.report`, description)
+    "mooncake_ray_peer_sessions": ("sessions", "Other nodes that are connected to this node's service"),
+    "mooncake_ray_peer_connections": ("connections", "Their connections"),
+    "mooncake_ray_peer_pins": ("pins", "Objects that they are reading"),
+}
 
 
 class Exporter:
@@ -67,7 +81,9 @@ class Exporter:
         node = {"NodeId": session.worker.current_node_id.hex()}
         self._counters = {name: Counter(name, text, (*tags, *own)).set_default_tags(node) for name, (_, text, own) in COUNTERS.items()}
         self._histograms = {name: Histogram(name, text, BUCKETS_S, tags).set_default_tags(node) for name, (_, text) in HISTOGRAMS.items()}
-        self._gauges = {name: Gauge(name, text, tags).set_default_tags(node) for name, (_, text) in GAUGES.items()}
+        self._gauges = {name: Gauge(name, text, tags).set_default_tags(node) for name, (_, text) in (GAUGES | SERVICE_GAUGES).items()}
+        self.service: Callable[[], Mapping[str, Any]] | None = None
+        """In the process of a node service: its report."""
         self._exported: dict[str, float] = dict(counters.snapshot())  # what another session counted is not this one's
         self._totals: dict[str, float] = {}  # counted here: waits, and what the broker reaped
         self._rounds = self._next_question = 0
@@ -85,6 +101,8 @@ class Exporter:
         if self._rounds >= self._next_question and (client := self.session.client).usable:
             self._export_node(client.session, Snapshot.parse(client.stats()))
         self._rounds += 1
+        if self.service is not None:
+            self._export_service(self.service())
         totals = {**counters.snapshot(), **self._totals}
         for name, (counted, _, tags) in COUNTERS.items():
             for key in [k for k in totals if k == counted or (tags and k.startswith(counted))]:
@@ -98,9 +116,18 @@ class Exporter:
             for name, (field, _) in GAUGES.items():
                 self._gauges[name].set(getattr(snapshot, field))
             for kind in ("sessions", "leases", "pins"):
-                total = self._totals[f"reaped:{kind}"] = getattr(snapshot, f"reaped_{kind}")
-                if total < self._exported.get(f"reaped:{kind}", 0):  # another broker, which begins anew
-                    self._exported[f"reaped:{kind}"] = 0
+                self._total(f"reaped:{kind}", getattr(snapshot, f"reaped_{kind}"))
+
+    def _export_service(self, report: Mapping[str, Any]) -> None:
+        for name, (number, _) in SERVICE_GAUGES.items():
+            self._gauges[name].set(report[number])
+        for number in ("bytes_sent", "refused"):
+            self._total(f"service:{number}", report[number])
+
+    def _total(self, name: str, total: float) -> None:
+        self._totals[name] = total
+        if total < self._exported.get(name, 0):  # of another broker, or engine, which begins anew
+            self._exported[name] = 0
 
     def _add(self, name: str, n: float) -> None:
         self._totals[name] = self._totals.get(name, 0) + n

@@ -1,8 +1,8 @@
 """Every node's engine as a Ray actor, and where they are: a directory in Ray's key-value store.
 
 The first process that needs a pool of another node, and every process that joins the pool of a node in a cluster of several, sees to it that
-each node has its service. A service belongs to one job and ends with it. The secret with which engines know each other is made by the first
-and lies in Ray's store as well: who may use the Ray cluster may use the pools.
+each node has its service. A service belongs to one job, and ends with it, or later, with the last process that uses its node's pool. The
+secret with which engines know each other is made by the first and lies in Ray's store as well: who may use the Ray cluster may use the pools.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake_ray.config import Config
-from mooncake_ray.errors import MooncakeRayError
+from mooncake_ray.errors import BrokerDiedError, MooncakeRayError
 from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
-from mooncake_ray.transfer.door import door_name
 
-__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "reports", "start_with"]
+__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "reports", "services", "start_with"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _NAMESPACE = "mooncake_ray"
 _SPACE = _NAMESPACE.encode()
+_SERVICE = "node-service"
 _SECRET = b"secret"
-_POOL = b"pool:"
+_ENGINE = b"engine:"
+_LOST = b"lost:"
 _SECRET_BYTES = 32
 _KNOWN_FOR_S = 1.0
 _JOB_CHECK_S = 1.0
@@ -55,49 +56,77 @@ def hosts() -> set[str]:
     return {n["NodeManagerAddress"] for n in _alive()}
 
 
+_homes: dict[bytes, str] = {}
+
+
+def node_of(pool_id: bytes) -> str | None:
+    """ID of the node that has that pool, dead or alive; None where no service serves it. Thread-safe."""
+    if pool_id not in _homes:
+        for key in internal_kv._internal_kv_list(_ENGINE + pool_id.hex().encode(), namespace=_SPACE):
+            _homes[pool_id] = _parsed(key)[1][0]  # for good: a pool never moves
+    return _homes.get(pool_id)
+
+
 class RayDirectory:
     """The pools of a Ray cluster. Thread-safe; what was asked a second ago is not asked again."""
 
     def __init__(self, own: Endpoint | None = None) -> None:
         self.own = own
         self._lock = threading.Lock()
-        self._dead_asked = float("-inf")
+        self._asked = float("-inf")
+        self._served: dict[bytes, tuple[str, Endpoint]] = {}  # node and endpoint, by pool; of dead nodes too
+        self._lost: set[bytes] = set()  # pools that ended before their nodes did
         self._alive: set[str] = set()
-        self._records: dict[bytes, dict[str, Any]] = {}
 
     def resolve(self, pool_id: bytes) -> Endpoint | None:
-        raw = internal_kv._internal_kv_get(_POOL + pool_id.hex().encode(), namespace=_SPACE)
-        if raw is None:
-            return None
-        record = json.loads(raw)
-        with self._lock:
-            self._records[pool_id] = record
-        return None if self.is_lost(pool_id) else Endpoint(record["host"], record["port"])
+        if pool_id not in self._served:
+            self._ask()
+        node_id, endpoint = self._served.get(pool_id, ("", None))
+        return endpoint if node_id in self._alive else None
+
+    def forget(self, pool_id: bytes) -> None:
+        self._ask()
 
     def is_lost(self, pool_id: bytes) -> bool:
-        with self._lock:
-            record = self._records.get(pool_id)
-            if record is None:
-                return False
-            if time.monotonic() - self._dead_asked > _KNOWN_FOR_S:
-                self._alive, self._dead_asked = {n["NodeID"] for n in _alive()}, time.monotonic()
-            return record["node"] not in self._alive
+        self._ask()
+        return pool_id in self._lost or (pool_id in self._served and self._served[pool_id][0] not in self._alive)
+
+    def serves(self, endpoint: Endpoint) -> bool:
+        return endpoint in self.others()
 
     def others(self) -> list[Endpoint]:
-        out = []
-        alive = {n["NodeID"] for n in _alive()}
-        for key in internal_kv._internal_kv_list(_POOL, namespace=_SPACE):
-            if (raw := internal_kv._internal_kv_get(key, namespace=_SPACE)) is None:
-                continue
-            record = json.loads(raw)
-            endpoint = Endpoint(record["host"], record["port"])
-            if record["node"] in alive and endpoint != self.own and endpoint not in out:
-                out.append(endpoint)
-        return out
+        self._ask()
+        there = (endpoint for node_id, endpoint in self._served.values() if node_id in self._alive and endpoint != self.own)
+        return list(dict.fromkeys(there))
+
+    def _ask(self) -> None:
+        """Unless somebody did a moment ago."""
+        with self._lock:
+            if time.monotonic() - self._asked < _KNOWN_FOR_S:
+                return
+            try:
+                served = dict(map(_parsed, internal_kv._internal_kv_list(_ENGINE, namespace=_SPACE)))
+                lost = {bytes.fromhex(key.removeprefix(_LOST).decode()) for key in internal_kv._internal_kv_list(_LOST, namespace=_SPACE)}
+                alive = {n["NodeID"] for n in _alive()}
+            except Exception as e:  # Ray's own client raises several kinds while the head node is away
+                logger.debug("mooncake_ray: the nodes cannot be asked for: %s", e)
+                return
+            self._served, self._lost, self._alive, self._asked = served, lost, alive, time.monotonic()
+
+
+def _key_of(pool_id: bytes, node_id: str, endpoint: Endpoint) -> bytes:
+    """An entry of the directory: all of it is in the key, so that one request lists them."""
+    return _ENGINE + f"{pool_id.hex()}/{node_id}/{endpoint}".encode()
+
+
+def _parsed(key: bytes) -> tuple[bytes, tuple[str, Endpoint]]:
+    pool_id, node_id, endpoint = key.removeprefix(_ENGINE).decode().split("/")
+    return bytes.fromhex(pool_id), (node_id, Endpoint.parse(endpoint))
 
 
 class NodeService:
-    """The actor: keeps an engine on its node for as long as the job lasts. A broker that dies gets a new engine with the next."""
+    """The actor: keeps an engine on its node for as long as the job lasts, or anything that uses the pool: what is detached from the job (Ray
+    Serve's replicas, say) keeps it. A broker that dies gets a new engine with the next."""
 
     def __init__(self, scope: str, settings: dict[str, Any], job: str) -> None:
         from mooncake_ray.transfer.engine import Engine
@@ -111,24 +140,40 @@ class NodeService:
         self._host = self._config.host or worker.node_ip_address
         self._engine: Any = None
         self._start()
+        self._export()
         threading.Thread(target=self._watch, name="mooncake_ray.service", daemon=True).start()
 
     def _start(self) -> None:
         from mooncake_ray.objects.session import raylet_pid
 
         log = os.path.join(self._node.get_logs_dir_path(), "mooncake_ray_broker.err")
-        client = node.connect(self._name, self._config, watch_pid=raylet_pid(self._node), log=log)
+        before = self._engine.client if self._engine is not None else None
+        client = node.connect(self._name, self._config, watch_pid=raylet_pid(self._node), log=log, before=before)
         directory = RayDirectory()
-        engine = self._engine_class(client, door_name(self._name), directory, _secret(), self._host, self._config)
+        engine = self._engine_class(client, self._name, directory, _secret(), self._host, self._config)
         directory.own = engine.endpoint
-        record = json.dumps({"node": self._node_id, "host": engine.endpoint.host, "port": engine.endpoint.port})
-        self._key = _POOL + client.pool_id.hex().encode()
-        internal_kv._internal_kv_put(self._key, record.encode(), overwrite=True, namespace=_SPACE)
         self._engine = engine
+        stale = [key for key in internal_kv._internal_kv_list(_ENGINE, namespace=_SPACE) if _parsed(key)[1][0] == self._node_id]
+        self._key = _key_of(client.pool_id, self._node_id, engine.endpoint)
+        internal_kv._internal_kv_put(self._key, b"", overwrite=True, namespace=_SPACE)
+        for key in stale:  # of engines that this one is in the place of: others learn by this that they are no more
+            if (pool_id := _parsed(key)[0]) != client.pool_id:
+                internal_kv._internal_kv_put(_LOST + pool_id.hex().encode(), b"", overwrite=True, namespace=_SPACE)
+            if key != self._key:
+                internal_kv._internal_kv_del(key, namespace=_SPACE)
         logger.info("mooncake_ray: serving pool %s at %s", client.pool_id.hex()[:8], engine.endpoint)
 
+    def _export(self) -> None:
+        """Metrics of this process are the service's: its session exports them."""
+        from mooncake_ray.objects import session
+
+        session.configure(self._config)
+        here = session.current()
+        if here is not None and here.exporter is not None:
+            here.exporter.service = lambda: self._engine.report()
+
     def _watch(self) -> None:
-        while not self._job_is_over():
+        while not self._job_is_over() or self._is_used():
             if not self._engine.over.wait(_JOB_CHECK_S):
                 continue
             self._engine.close()
@@ -148,6 +193,14 @@ class NodeService:
             logger.debug("mooncake_ray: the job cannot be asked for: %s", e)
             return False
         return all(info.is_dead for info in jobs.values())
+
+    def _is_used(self) -> bool:
+        """Whether other processes use this node's pool: actors that outlive the job, or those of another one."""
+        try:
+            sessions = json.loads(self._engine.client.stats())["sessions"]
+        except BrokerDiedError:
+            return True  # and there is another one soon
+        return any(row["pid"] != os.getpid() for row in sessions)
 
     def report(self) -> dict[str, Any]:
         """What the engine says of itself, and the node's ID."""
@@ -209,5 +262,27 @@ def reports(timeout_s: float = 10.0) -> list[dict[str, Any]]:
     return out
 
 
+def services(timeout_s: float) -> list[dict[str, Any]]:
+    """The services of all jobs. For each: `job`, `node` (its ID), `host`, and `report`, or an `error`, if it did not answer in time."""
+    addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+    asked: dict[ray.ObjectRef, dict[str, Any]] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        kind, _, rest = actor["name"].partition(":")
+        if actor["namespace"] == _NAMESPACE and kind == _SERVICE:
+            job, _, node_id = rest.partition(":")
+            with contextlib.suppress(ValueError):  # it ended this moment
+                ref = ray.get_actor(actor["name"], _NAMESPACE).report.remote()
+                asked[ref] = {"job": job, "node": node_id, "host": addresses.get(node_id, "?")}
+    answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    for ref in answered:
+        try:
+            asked[ref]["report"] = ray.get(ref)
+        except ray.exceptions.RayError as e:
+            asked[ref]["error"] = f"does not answer: {str(e).splitlines()[0]}"
+    for ref in late:
+        asked[ref]["error"] = f"did not answer within {timeout_s:g} s"
+    return list(asked.values())
+
+
 def _name(job: str, node_id: str) -> str:
-    return f"node-service:{job}:{node_id}"
+    return f"{_SERVICE}:{job}:{node_id}"

@@ -27,7 +27,7 @@ from ray._private import worker as ray_worker
 from mooncake_ray._native import pool
 from mooncake_ray.counters import count, timed
 from mooncake_ray.errors import BrokerDiedError, StoreError
-from mooncake_ray.objects import async_items, session
+from mooncake_ray.objects import async_items, envelopes, session
 from mooncake_ray.store.callsite import call_site
 from mooncake_ray.store.packing import Call, Here, Packer, scan
 
@@ -113,11 +113,12 @@ _A_PUT, _AN_ARGUMENT, _AN_ASYNC_RETURN = Place("put"), Place("argument"), Place(
 
 
 class RoutingPickle:
-    """Stands for the `pickle` of Ray's serialization module: `dumps` routes, everything else is Ray's."""
+    """Stands for the `pickle` of Ray's serialization module: `dumps` routes, `loads` can read envelopes alone, everything else is Ray's."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
         self.__dict__.update((name, value) for name, value in vars(original).items() if name != "dumps")
+        self.loads = envelopes.loads(original.loads)
 
     def dumps(self, obj: Any, protocol: int | None = None, buffer_callback: Any = None) -> bytes:
         place = state.place

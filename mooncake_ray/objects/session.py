@@ -37,12 +37,18 @@ class Session:
         self.client, self.worker, self.config, self.key = client, worker, config, key
         self.lifetimes = Lifetimes(client, worker, current)
         self.door = Door(door_name(node.broker_name(key[1])))
+        self._several = False
         self.exporter = metrics.start(self, config.metrics_interval_s)
 
     @property
     def over(self) -> bool:
         """Whether this process has left the Ray session."""
         return _key(self.worker) != self.key
+
+    def several_nodes(self) -> bool:
+        """Whether the cluster has, or had, nodes with pools of their own."""
+        self._several = self._several or len(nodes.hosts()) > 1
+        return self._several
 
     def renew(self, client: pool.Client) -> None:
         devices.forget(self.client)
@@ -152,7 +158,7 @@ def open_region(pool_id: bytes, id: bytes) -> Region:
     region: Region
     if session.client.pool_id == pool_id:
         region = _Timed(session.client, id)
-    elif len(nodes.hosts()) > 1:
+    elif session.several_nodes():
         region = Elsewhere(session, pool_id, id)
     else:
         raise ObjectLostError(f"object {id.hex()} lies in pool {pool_id.hex()[:8]}, this node's pool is {session.client.pool_id.hex()[:8]}")

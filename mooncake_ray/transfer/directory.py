@@ -28,7 +28,7 @@ class Endpoint:
 
 
 class Directory(Protocol):
-    """Thread-safe. No call takes longer than some seconds."""
+    """Thread-safe. No call takes longer than some seconds, or raises: what cannot be asked is as it was."""
 
     def resolve(self, pool_id: bytes) -> Endpoint | None:
         """Who serves that pool; None if nobody does yet (or any more), and it may be worth waiting."""
@@ -38,6 +38,14 @@ class Directory(Protocol):
         """Whether the pool's node is known to be dead: it will not come back."""
         ...
 
+    def forget(self, pool_id: bytes) -> None:
+        """What `resolve` said did not answer: it is to ask anew."""
+        ...
+
+    def serves(self, endpoint: Endpoint) -> bool:
+        """Whether there is such an engine, and it is not known to be dead."""
+        ...
+
     def others(self) -> list[Endpoint]:
-        """All engines of the cluster that are not known to be dead, but this one."""
+        """All engines of the cluster that are not known to be dead, but this one; as they were some seconds ago at most."""
         ...

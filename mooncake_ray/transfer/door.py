@@ -7,6 +7,7 @@ under which id, and is pinned by the engine until the asker, who has pinned it b
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -14,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from typing import Any
 
@@ -21,19 +23,21 @@ import numpy as np
 
 from mooncake_ray import errors
 from mooncake_ray._native import pool
-from mooncake_ray.errors import GetTimeoutError, MooncakeRayError, StoreError
+from mooncake_ray.errors import GetTimeoutError, MooncakeRayError, StoreError, TransportError
+from mooncake_ray.transfer.deadline import Deadline
 
 __all__ = ["Door", "Doorkeeper", "door_name"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _REQUEST = struct.Struct("<Bd16s16s")  # operation, seconds, pool, object; then runs: uint64 (n, 2)
-_PULL, _READ, _PREFETCH = 1, 2, 3
+_PULL, _READ, _PREFETCH, _REPORT = 1, 2, 3, 4
 _OK, _FAILED = b"\0", b"\1"
 _TAKEN = b"\2"
 _GRACE_S = 2.0  # beyond the deadline, in which the engine's own answer to it is waited for
 _MOST = 1 << 30  # bytes of a message
 _AGAIN_S = 0.02
+_PREFETCHES = 4  # at a time
 
 
 def door_name(broker_name: str) -> str:
@@ -66,8 +70,18 @@ class Door:
             yield key
 
     def prefetch(self, pool_id: bytes, id: bytes, timeout_s: float) -> None:
-        """Asks for an object, and does not wait for it."""
-        self._connected().send_bytes(_REQUEST.pack(_PREFETCH, timeout_s, pool_id, id))
+        """Asks for an object, and does not wait for it. Raises ConnectionError: no engine serves this node."""
+        conn = self._connected()
+        try:
+            conn.send_bytes(_REQUEST.pack(_PREFETCH, timeout_s, pool_id, id))
+        except OSError as e:
+            self._forget()
+            raise ConnectionError(f"the engine of this node is gone: {e!r}") from e
+
+    def report(self, timeout_s: float) -> dict[str, Any]:
+        """What the engine says of itself. Raises ConnectionError: no engine serves this node; GetTimeoutError."""
+        with self._asked(_REQUEST.pack(_REPORT, timeout_s, b"", b""), timeout_s) as text:
+            return json.loads(text)
 
     @contextlib.contextmanager
     def _asked(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
@@ -83,8 +97,7 @@ class Door:
                 raise ConnectionError(f"the engine of this node is gone: {e!r}") from e
             raise
         if answer[:1] != _OK:
-            name, _, text = answer[1:].decode().partition("\n")
-            raise getattr(errors, name, StoreError)(text)
+            raise _read_error(answer[1:])
         try:
             yield answer[1:]
         finally:
@@ -113,15 +126,17 @@ class Doorkeeper:
         pull: Callable[[bytes, bytes, float], pool.Pin],
         read: Callable[[bytes, bytes, np.ndarray, float], pool.Pin],
         discard: Callable[[bytes], None],
+        report: Callable[[], dict[str, Any]],
     ) -> None:
-        """`discard`: gets the ids of what was `read`, once the askers have it.
+        """`discard`: gets the ids of what was `read`, once the askers have it. `report`: for people, as JSON can hold it.
 
         Raises OSError (EADDRINUSE) if another engine serves that name."""
-        self._pull, self._read, self._discard = pull, read, discard
+        self._pull, self._read, self._discard, self._report = pull, read, discard, report
         self._listener = connection.Listener(name, "AF_UNIX", backlog=128)
         self._lock = threading.Lock()
         self._open: set[Any] = set()
         self._closed = False
+        self._prefetches = ThreadPoolExecutor(_PREFETCHES, "mooncake_ray.prefetch")
         self._thread = threading.Thread(target=self._accept, name="mooncake_ray.door", daemon=True)
         self._thread.start()
 
@@ -149,9 +164,12 @@ class Doorkeeper:
                     return
                 operation, timeout_s, pool_id, id = _REQUEST.unpack_from(request)
                 if operation == _PREFETCH:
-                    threading.Thread(
-                        target=self._prefetch, args=(pool_id, id, timeout_s), name="mooncake_ray.prefetch", daemon=True
-                    ).start()
+                    with contextlib.suppress(RuntimeError):  # this engine ends
+                        self._prefetches.submit(self._prefetch, pool_id, id, Deadline(timeout_s))
+                    continue
+                if operation == _REPORT:
+                    conn.send_bytes(_OK + json.dumps(self._report()).encode())
+                    conn.recv_bytes(_MOST)
                     continue
                 try:
                     if operation == _PULL:
@@ -160,7 +178,7 @@ class Doorkeeper:
                         runs = np.frombuffer(request, np.uint64, offset=_REQUEST.size).reshape(-1, 2)
                         pin = self._read(pool_id, id, runs, timeout_s)
                 except (MooncakeRayError, ValueError, OSError) as e:
-                    conn.send_bytes(_FAILED + f"{type(e).__name__}\n{e}".encode())
+                    conn.send_bytes(_FAILED + _written_error(e))
                     continue
                 conn.send_bytes(_OK + pin.id)
                 try:
@@ -176,15 +194,16 @@ class Doorkeeper:
                 self._open.discard(conn)
             conn.close()
 
-    def _prefetch(self, pool_id: bytes, id: bytes, timeout_s: float) -> None:
+    def _prefetch(self, pool_id: bytes, id: bytes, deadline: Deadline) -> None:
         try:
-            self._pull(pool_id, id, timeout_s)
+            self._pull(pool_id, id, deadline.left(f"prefetch of object {id.hex()}"))
         except (MooncakeRayError, OSError) as e:
             logger.info("mooncake_ray: nothing was prefetched: %s", e)
 
     def close(self) -> None:
         """Hangs up on everybody."""
         self._closed = True
+        self._prefetches.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):
             connection.Client(self._listener.address, "AF_UNIX").close()  # wakes the thread that accepts
         self._thread.join(5)
@@ -193,6 +212,21 @@ class Doorkeeper:
             for conn in self._open:
                 with contextlib.suppress(OSError):
                     socket.socket(fileno=os.dup(conn.fileno())).shutdown(socket.SHUT_RDWR)
+
+
+def _written_error(e: Exception) -> bytes:
+    what = {"kind": type(e).__name__, "text": str(e)}
+    if isinstance(e, TransportError):
+        what |= {"op": e.op, "errno": e.errno, "peer": e.peer}
+    return json.dumps(what).encode()
+
+
+def _read_error(data: bytes) -> MooncakeRayError:
+    """What the engine raised; a StoreError where it is none of this package's."""
+    what = json.loads(data)
+    kind, text = what.pop("kind"), what.pop("text")
+    found = getattr(errors, kind, None)
+    return found(text, **what) if found is not None else StoreError(f"{kind}: {text}")
 
 
 def _is_same_user(conn: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 import threading
 from typing import Any
 
@@ -11,27 +12,32 @@ from mooncake_ray._native import peer as native
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.counters import snapshot
-from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, TransportUnavailableError
+from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, RegistrationError, TransportUnavailableError
+from mooncake_ray.transfer.claims import SUBJECT, Claims
 from mooncake_ray.transfer.directory import Directory, Endpoint
-from mooncake_ray.transfer.door import Doorkeeper
-from mooncake_ray.transfer.peers import Peers
+from mooncake_ray.transfer.door import Doorkeeper, door_name
+from mooncake_ray.transfer.peers import DESCRIBE, Peers
 from mooncake_ray.transfer.pulls import Puller
 from mooncake_ray.transport import Memory, Transport, get_transport
+from mooncake_ray.transport.shm import Shm
 
-__all__ = ["Engine"]
+__all__ = ["COUNTED", "Engine"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _OFFERED = ("tcp", "verbs")  # with `auto`, where they can be used; others only if they are asked for by name
+COUNTED = ("replicas", "remote_bytes_read", "remote_retries", "relayed", "relays_lost")
+"""What an engine counts: objects brought here, bytes read, attempts after an error, objects read from another reader, … and such that failed."""
 _POLL_S = 1.0
 _ID_BYTES = 16
+_TAKEN = b"\1"
 
 
 class Engine:
     """Lives as long as its broker. Thread-safe."""
 
-    def __init__(self, client: pool.Client, door: str, directory: Directory, secret: bytes, host: str, config: Config) -> None:
-        """Serves the client's pool at `host`, any port, and this node's processes at `door`.
+    def __init__(self, client: pool.Client, broker: str, directory: Directory, secret: bytes, host: str, config: Config) -> None:
+        """Serves the client's pool, which that broker has, at `host`, any port, and this node's processes at its door.
 
         Raises:
             OSError: EADDRINUSE: another engine has the door.
@@ -43,18 +49,22 @@ class Engine:
         self._closing = False
         self._registered: set[int] = set()
         self._registering = threading.Lock()
-        self.transports = _transports(config, host)
+        self.transports = _transports(config, host, broker, client.pool_id)
         self.server = native.Server(client, host, 0, secret)
         self.endpoint = Endpoint(host, self.server.port)
         try:
             self.register()
-            self.peers = Peers(host=host, me=str(self.endpoint), secret=secret, config=config, transports=self.transports, gone=self._gone)
+            self.peers = Peers(
+                host=host, me=str(self.endpoint), secret=secret, config=config, transports=self.transports, directory=directory
+            )
             self.puller = Puller(client, self.server, self.peers, directory, self._has_arena)
-            self._door = Doorkeeper(door, self.puller.pull, self.puller.read, lambda id: client.remove([id]))
+            self.claims = Claims(client, self.peers)
+            self.peers.on_gone, self.peers.on_back, self.peers.on_lost = self.puller.gone, self.puller.back, self._lost
+            self._door = Doorkeeper(door_name(broker), self.puller.pull, self.puller.read, lambda id: client.remove([id]), self.report)
         except BaseException:
             self._close_transports()
             raise
-        client.listen()
+        client.listen(last=True)
         self._threads = [
             threading.Thread(target=target, name=f"mooncake_ray.{name}", daemon=True)
             for name, target in (("events", self._events), ("requests", self._requests))
@@ -62,24 +72,45 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
-    def register(self) -> None:
-        """Has every transport know every arena, and peers what the transports say of themselves."""
+    def register(self) -> bytes:
+        """Has every transport know every arena, and peers what the transports say of themselves, which it returns."""
         with self._registering:
             for index, address, _, nbytes, fd in self.client.arenas():
                 if index in self._registered:
                     continue
-                for transport in self.transports.values():
-                    transport.register(Memory(index, address, nbytes, fd))
+                for name, transport in list(self.transports.items()):
+                    try:
+                        transport.register(Memory(index, address, nbytes, fd))
+                    except RegistrationError as e:
+                        if name == self.config.transport:
+                            raise
+                        logger.warning("mooncake_ray: this node does without %s: %s", name, e)
+                        del self.transports[name]  # what peers read by it already ends with an error, and is read by another one
+                        transport.close()
                 self._registered.add(index)
-            self.server.describe(json.dumps({name: t.describe() for name, t in self.transports.items()}).encode())
+            description = json.dumps({name: t.describe() for name, t in self.transports.items()}).encode()
+            self.server.describe(description)
+            return description
 
     def report(self) -> dict[str, Any]:
-        """What an operator wants to know."""
+        """What an operator wants to know; JSON can hold it.
+
+        `endpoint`, `transports` that are offered, `peers` (the transport that reads from each; "" before the first read). Of the server, now:
+        `connections`, `sessions`, `pins`, `offers` (what is being received, and served meanwhile), `replicas_elsewhere`. Of objects here:
+        `replicas_here`, from pools that still are; `claims_elsewhere`, those whose owners are on other nodes. Of the server since its start:
+        `bytes_sent` (by it: what is read by RDMA it cannot count), `requests`, `refused` connections. Of the puller, since the process
+        started: the numbers in `COUNTED`.
+        """
+        served = self.server.stats()
+        served["replicas_elsewhere"] = served.pop("replicas")
         return {
             "endpoint": str(self.endpoint),
             "transports": sorted(self.transports),
             "peers": self.peers.report(),
-            **self.server.stats(),
+            "replicas_here": self.puller.replicas(),
+            "claims_elsewhere": self.claims.count(),
+            **served,
+            **dict.fromkeys(COUNTED, 0),
             **snapshot(),
         }
 
@@ -89,6 +120,7 @@ class Engine:
             return
         self._closing = True
         self._door.close()
+        self.claims.close()
         self.peers.close()
         self._close_transports()
         self.client.close()
@@ -105,8 +137,9 @@ class Engine:
         if index not in self._registered:
             self.register()
 
-    def _gone(self, id: bytes) -> None:
-        self.puller.gone(id)
+    def _lost(self, endpoint: Endpoint) -> None:
+        self.puller.lost(endpoint)
+        self.claims.lost(endpoint)
 
     def _events(self) -> None:
         while not self._closing:
@@ -118,10 +151,13 @@ class Engine:
             if event is None:
                 continue
             kind, key = event
-            if kind != pool.KIND_GONE:
-                self.client.disown(kind, key, False)  # an engine calls no tasks
-                continue
-            self.server.gone(key[:_ID_BYTES])
+            if kind == pool.KIND_GONE:
+                self.server.gone(key[:_ID_BYTES])
+                self.puller.dropped(key[:_ID_BYTES])
+            elif answer := kind & pool.ANSWERS:
+                self.claims.answered(answer, kind - answer, key)
+            else:
+                self.claims.asked(kind, key)
 
     def _requests(self) -> None:
         while not self._closing:
@@ -134,16 +170,23 @@ class Engine:
                     transport.ended(session)
                 continue
             try:
+                if name == SUBJECT:
+                    self.claims.receive(blob)
+                    self.server.answer(session, _TAKEN)
+                    continue
+                if name == DESCRIBE:
+                    self.server.answer(session, self.register())
+                    continue
                 if name not in self.transports:
                     raise TransportUnavailableError(f"this node does not offer {name!r}; it offers {sorted(self.transports)}")
                 answer = self.transports[name].accept(session, blob)
-            except (MooncakeRayError, ValueError) as e:
+            except (MooncakeRayError, ValueError, struct.error) as e:
                 logger.warning("mooncake_ray: a peer's request for %s was refused: %s", name, e)
                 answer = b""
             self.server.answer(session, answer)
 
 
-def _transports(config: Config, host: str) -> dict[str, Transport]:
+def _transports(config: Config, host: str, broker: str, pool_id: bytes) -> dict[str, Transport]:
     """Those that this node offers, ready to be told of memory."""
     wanted = _OFFERED if config.transport == "auto" else ("tcp", config.transport)
     out: dict[str, Transport] = {}
@@ -156,7 +199,7 @@ def _transports(config: Config, host: str) -> dict[str, Transport]:
             continue
         why = cls.unavailable(config)
         if not why:
-            out[name] = cls(config, host)
+            out[name] = cls(config, host, broker=broker, pool_id=pool_id) if cls is Shm else cls(config, host)
         elif name == config.transport:
             raise TransportUnavailableError(f"the transport {name!r}, which was asked for, cannot be used on this node: {why}")
         else:

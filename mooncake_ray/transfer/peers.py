@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import errno
 import json
 import logging
 import secrets
@@ -18,21 +20,26 @@ from mooncake_ray._native import peer as native
 from mooncake_ray.config import Config
 from mooncake_ray.counters import count
 from mooncake_ray.errors import (
+    MooncakeRayError,
     ObjectLostError,
     ObjectNotFoundError,
     TransportError,
 )
 from mooncake_ray.transfer.deadline import Deadline
-from mooncake_ray.transfer.directory import Endpoint
+from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transport import Connection, Peer, Transport, choose
 
-__all__ = ["Node", "Peers", "Pinned"]
+__all__ = ["DESCRIBE", "Node", "Peers", "Pinned"]
 
 logger = logging.getLogger("mooncake_ray")
 
+DESCRIBE = "describe"
+"""Name of the exchange by which an engine is asked what its transports say of themselves, once they know all memory that there is."""
 _NOT_YET_S = 0.002  # between two questions for an object that is being sealed
 _CONNECT_S = 5.0
 _POLL_S = 1.0
+_AGAIN_S = 0.05  # before an engine that hung up is called again; then twice as long each time, up to …
+_AGAIN_MOST_S = 1.0
 _ARENAS = 1 << 32  # regions from here on are in no arena: only the peer's own streams read them
 
 
@@ -61,8 +68,11 @@ class Node:
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._connection: Connection | None = None
-        self._closed = False
-        self._listening = False
+        self._closed = threading.Event()
+        self._tried = threading.Condition(self._lock)
+        self._hearing = False
+        self._deaf: MooncakeRayError | None = None  # why not
+        self._watcher: threading.Thread | None = None
         self.transport = ""
         """Name of the transport that reads from it, once one does."""
 
@@ -72,29 +82,57 @@ class Node:
             e.host, e.port, p.secret, self._session, events=events, me=p.me, source_address=p.host, timeout_s=timeout_s
         )
 
-    def listen(self) -> None:
-        """From now on that engine says which of the objects that this node got from it are gone. Does nothing if it does already."""
+    def watch(self) -> None:
+        """From now on that engine says which of the objects that this node got from it are gone, and whether it is still there is known.
+        Does not wait. Idempotent."""
         with self._lock:
-            if self._listening or self._closed:
-                return
-            self._listening = True
-        try:
-            link = self._dial(_CONNECT_S, events=True)
-        except BaseException:
-            self._listening = False
-            raise
-        threading.Thread(target=self._hear, args=(link,), name="mooncake_ray.gone", daemon=True).start()
+            if self._watcher is None and not self._closed.is_set():
+                self._watcher = threading.Thread(target=self._hear, name="mooncake_ray.gone", daemon=True)
+                self._watcher.start()
 
-    def _hear(self, link: Any) -> None:
-        try:
-            while not self._closed:
-                if (id := link.next_event(_POLL_S)) is not None:
-                    self._peers.gone(id)
-        except TransportError as e:
-            logger.info("mooncake_ray: %s says no more: %s", self.endpoint, e)
-        finally:
-            self._listening = False
-            link.close()
+    def _hear(self) -> None:
+        pause = _AGAIN_S
+        while not self._closed.is_set():
+            try:
+                link = self._dial(_CONNECT_S, events=True)
+            except MooncakeRayError as e:
+                self._heard(e)
+                if not self._peers.directory.serves(self.endpoint):
+                    self._peers.lose(self)
+                    return
+                self._closed.wait(pause)
+                pause = min(2 * pause, _AGAIN_MOST_S)
+                continue
+            pause = _AGAIN_S
+            try:
+                self._heard(None)
+                self._peers.on_back(self)
+                while not self._closed.is_set():
+                    if (id := link.next_event(_POLL_S)) is not None:
+                        self._peers.on_gone(id)
+            except MooncakeRayError as e:
+                logger.info("mooncake_ray: %s says no more: %s", self.endpoint, e)
+                self._heard(e)
+            finally:
+                link.close()
+
+    def _heard(self, error: MooncakeRayError | None) -> None:
+        with self._tried:
+            self._hearing, self._deaf = error is None, error
+            self._tried.notify_all()
+
+    def listen(self, timeout_s: float) -> None:
+        """Returns when it is heard (see `watch`). Raises TransportError if it cannot be, or not in time."""
+        if self._hearing:
+            return
+        self.watch()
+        with self._tried:
+            self._tried.wait_for(lambda: self._hearing or self._deaf is not None, min(timeout_s, _CONNECT_S))
+            if self._hearing:
+                return
+            if self._deaf is not None:
+                raise copy.copy(self._deaf)
+            raise TransportError(f"{self.endpoint} cannot be heard", "listen", errno.ETIMEDOUT, peer=str(self.endpoint))
 
     @contextlib.contextmanager
     def link(self, timeout_s: float) -> Iterator[Any]:
@@ -107,7 +145,7 @@ class Node:
             yield link
         finally:
             with self._lock:
-                keep = not link.closed and not self._closed
+                keep = not link.closed and not self._closed.is_set()
                 if keep:
                     self._idle.append(link)
             if not keep:
@@ -128,7 +166,9 @@ class Node:
         what = f"object {id.hex()} at {self.endpoint}"
         while True:
             with self.link(deadline.left(what)) as link:
-                ((status, region, offset, nbytes, available, inline, source),) = link.pin([id], deadline.left(what), bad_source=bad_source)
+                ((status, region, offset, nbytes, available, inline, source),) = link.pin(
+                    [id], deadline.left(what), bad_source=bad_source, keep=keep
+                )
             if status != "not-yet":
                 break
             time.sleep(min(_NOT_YET_S, deadline.left(what)))
@@ -139,9 +179,6 @@ class Node:
         found = Pinned(id, region, offset, nbytes, available, inline, source)
         if inline is not None:
             yield found
-            if keep:
-                with self.link(deadline.left(what)) as link:
-                    link.unpin([id], deadline.left(what), kept=True)
             return
         try:
             yield found
@@ -178,6 +215,7 @@ class Node:
             there[name],
             exchange=lambda blob: self._exchange(name, blob, timeout_s),
             link=lambda: self._dial(_CONNECT_S),
+            redescribe=lambda: json.loads(self._exchange(DESCRIBE, b"", _CONNECT_S))[name],
         )
         fresh = self._peers.transports[name].connect(peer, timeout_s)
         logger.info("mooncake_ray: reads from %s by %s", self.endpoint, name)
@@ -200,8 +238,8 @@ class Node:
 
     def close(self) -> None:
         self.forget_connection()
+        self._closed.set()
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, []
         for link in idle:
             link.close()
@@ -211,15 +249,16 @@ class Peers:
     """All of them, by endpoint. Thread-safe."""
 
     def __init__(
-        self, *, host: str, me: str, secret: bytes, config: Config, transports: Mapping[str, Transport], gone: Callable[[bytes], None]
+        self, *, host: str, me: str, secret: bytes, config: Config, transports: Mapping[str, Transport], directory: Directory
     ) -> None:
-        """
-        Args:
-            me: The endpoint of this engine's own server, which peers tell each other.
-            gone: Told of objects that ceased to exist at a peer.
-        """
-        self.gone = gone
-        self.host, self.me, self.secret, self.config, self.transports = host, me, secret, config, transports
+        """`me`: the endpoint of this engine's own server, which peers tell each other."""
+        self.on_gone: Callable[[bytes], None] = lambda id: None
+        """Told of objects that ceased to exist at a peer."""
+        self.on_back: Callable[[Node], None] = lambda node: None
+        """Told of a peer that is heard from now on, and may not have been when something ceased to exist."""
+        self.on_lost: Callable[[Endpoint], None] = lambda endpoint: None
+        """Told of a peer that is no more."""
+        self.host, self.me, self.secret, self.config, self.transports, self.directory = host, me, secret, config, transports, directory
         self._lock = threading.Lock()
         self._nodes: dict[Endpoint, Node] = {}
 
@@ -230,12 +269,13 @@ class Peers:
                 node = self._nodes[endpoint] = Node(endpoint, self)
             return node
 
-    def drop(self, endpoint: Endpoint) -> None:
-        """Nobody answers there any more."""
+    def lose(self, node: Node) -> None:
+        """It is no more."""
         with self._lock:
-            node = self._nodes.pop(endpoint, None)
-        if node is not None:
-            node.close()
+            if self._nodes.get(node.endpoint) is node:
+                del self._nodes[node.endpoint]
+        node.close()
+        self.on_lost(node.endpoint)
 
     def report(self) -> dict[str, str]:
         """The transport in use, by endpoint."""

@@ -7,6 +7,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from mooncake_ray.counters import count
 from mooncake_ray.errors import (
     GetTimeoutError,
     MooncakeRayError,
+    ObjectExistsError,
     ObjectLostError,
     ObjectNotFoundError,
     PeerRefusedError,
@@ -33,6 +35,8 @@ _CHUNK = 16 << 20  # bytes read at a time of an object that others read from her
 _FIRST_CHUNK = 1 << 20
 _AGAIN_S = 0.05  # before the first try again; then twice as long each time, up to …
 _AGAIN_MOST_S = 1.0
+_NAMED = 4096  # replicas named in one message
+_NAMING_S = 5.0
 _NOTE = "from another node"
 T = TypeVar("T")
 
@@ -46,6 +50,17 @@ class _Flight:
         self.gone = False  # freed at its home meanwhile
 
 
+@dataclass(frozen=True)
+class _Replica:
+    """An object that is here and elsewhere."""
+
+    pool_id: bytes
+    source: Endpoint
+    """Which tells when it is gone there."""
+    is_home: bool
+    """Or it came from another replica, as its pool is lost."""
+
+
 class Puller:
     """Thread-safe."""
 
@@ -54,6 +69,7 @@ class Puller:
         self._client, self._server, self._peers, self._directory, self._has_arena = client, server, peers, directory, has_arena
         self._lock = threading.Lock()
         self._flights: dict[bytes, _Flight] = {}
+        self._replicas: dict[bytes, _Replica] = {}
 
     # ---- whole objects
 
@@ -101,20 +117,64 @@ class Puller:
     def gone(self, id: bytes) -> None:
         """The object is of no more use to anybody at its home."""
         with self._lock:
+            self._replicas.pop(id, None)
             if (flight := self._flights.get(id)) is not None:
                 flight.gone = True
         self._client.unclaim(pool.KIND_REPLICA, id)
+
+    def replicas(self) -> int:
+        """Of objects in pools that are not lost."""
+        with self._lock:
+            return sum(replica.is_home for replica in self._replicas.values())
+
+    def dropped(self, id: bytes) -> None:
+        """The object ceased to exist in this pool, if it was a replica."""
+        with self._lock:
+            self._replicas.pop(id, None)
+
+    def back(self, node: Node) -> None:
+        """That node may not have been heard when something was gone: has it say so now."""
+        with self._lock:
+            ids = [id for id, replica in self._replicas.items() if replica.source == node.endpoint]
+        for at in range(0, len(ids), _NAMED):
+            with contextlib.suppress(MooncakeRayError), node.link(_NAMING_S) as link:
+                link.unpin(ids[at : at + _NAMED], _NAMING_S, kept=True)
+
+    def lost(self, endpoint: Endpoint) -> None:
+        """Another engine may serve that pool now. If not, what came from there may be all that is left of it, and stays until the room is
+        needed."""
+        with self._lock:
+            pools = {replica.pool_id for replica in self._replicas.values() if replica.source == endpoint}
+            now = {pool_id: self._directory.resolve(pool_id) for pool_id in pools}
+            for id, replica in list(self._replicas.items()):
+                if replica.source != endpoint:
+                    continue
+                if replica.is_home and (source := now[replica.pool_id]) is not None:
+                    self._replicas[id] = replace(replica, source=source)
+                else:
+                    del self._replicas[id]
+        for source in filter(None, set(now.values())):
+            self._peers.of(source).watch()
+            self.back(self._peers.of(source))  # if it cannot be told now: it is when it is heard
 
     def _bring(self, pool_id: bytes, id: bytes, deadline: Deadline) -> pool.Pin:
         """Copies the object from its home, or if that is dead, from whoever has it."""
         what = f"object {id.hex()} of pool {pool_id.hex()[:8]}"
 
+        def attempt(node: Node, is_home: bool = True) -> pool.Pin:
+            try:
+                return self._copy(node, _Replica(pool_id, node.endpoint, is_home), id, deadline)
+            except ObjectExistsError:
+                with contextlib.suppress(ObjectNotFoundError, ObjectLostError):  # it was here before anybody asked
+                    return self._client.get(id, deadline.left(what))
+                raise
+
         try:
-            return self._at_home(pool_id, what, deadline, lambda node: self._copy(node, id, deadline))
+            return self._at_home(pool_id, what, deadline, attempt)
         except ObjectLostError:
             for endpoint in self._directory.others():
-                with contextlib.suppress(ObjectNotFoundError, ObjectLostError, TransportError):
-                    return self._copy(self._peers.of(endpoint), id, deadline)
+                with contextlib.suppress(ObjectExistsError, ObjectNotFoundError, ObjectLostError, TransportError):
+                    return attempt(self._peers.of(endpoint), False)
             raise
 
     def _at_home(self, pool_id: bytes, what: str, deadline: Deadline, attempt: Callable[[Node], T]) -> T:
@@ -132,7 +192,10 @@ class Puller:
                         raise  # it would be as wrong next time
                     last = str(e)
                     node.forget_connection()
+                    self._directory.forget(pool_id)
                     count("remote_retries")
+                except ObjectExistsError as e:  # a lease of an engine that was here before, or a removed object that is being read
+                    last = str(e)
             if self._directory.is_lost(pool_id):
                 raise ObjectLostError(f"{what} is lost with its node: {last}")
             if deadline.over:
@@ -140,15 +203,15 @@ class Puller:
             time.sleep(min(pause, max(0.0, deadline.at - time.monotonic())))
             pause = min(2 * pause, _AGAIN_MOST_S)
 
-    def _copy(self, home: Node, id: bytes, deadline: Deadline) -> pool.Pin:
+    def _copy(self, home: Node, replica: _Replica, id: bytes, deadline: Deadline) -> pool.Pin:
         """Makes a replica of what that node has."""
         what = f"object {id.hex()}"
         with contextlib.ExitStack() as undo:
-            home.listen()
+            home.listen(deadline.left(what))
             with home.pinned(id, deadline, keep=True) as there:
                 if there.inline is not None and there.nbytes <= pool.INLINE_MAX:
                     self._client.put_inline(id, there.inline, pool.KIND_REPLICA, id)
-                    return self._client.get(id, deadline.left(what))
+                    return self._kept(replica, id, deadline.left(what))
                 lease = self._lease(id, there.nbytes, deadline.left(what))
                 undo.callback(lease.abort)
                 if there.inline is not None:
@@ -156,8 +219,16 @@ class Puller:
                 else:
                     self._receive(home, there, lease, deadline, undo)
             lease.seal(pool.KIND_REPLICA, id)
-            count("replicas")
-            return self._client.get(id, deadline.left(what))
+            return self._kept(replica, id, deadline.left(what))
+
+    def _kept(self, replica: _Replica, id: bytes, timeout_s: float) -> pool.Pin:
+        """Notes a new replica, and pins it."""
+        with self._lock:
+            self._replicas[id] = replica
+        pin = self._client.get(id, timeout_s)
+        self._client.watch([id])
+        count("replicas")
+        return pin
 
     def _lease(self, id: bytes, nbytes: int, timeout_s: float) -> pool.Lease:
         lease = self._client.create(id, nbytes, timeout_s, _NOTE)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mooncake_ray.errors import TransportError
-from mooncake_ray.transport.base import LENGTH, Connection, Memory, Peer, check_registration, check_table, timed_out
+from mooncake_ray.transport.base import LENGTH, BaseTransport, Connection, Peer, check_table, timed_out
 from mooncake_ray.transport.registry import register_transport
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _STREAM_BYTES = 4 << 20  # bytes below which a further stream gets nothing to do
 
 
 @register_transport
-class Tcp:
+class Tcp(BaseTransport):
     """See `Transport`. Needs no registered memory of its own: the peer's server reads the pool's arenas, and a stream writes anywhere.
 
     Args:
@@ -44,50 +44,19 @@ class Tcp:
     def __init__(self, config: Config, host: str, *, streams: int | None = None) -> None:
         if streams is not None and streams < 1:
             raise ValueError(f"at least one stream, got {streams}")
+        super().__init__()
         self._streams = streams or STREAMS
         self._streams_a_read = streams or _STREAMS_A_READ
-        self._lock = threading.Lock()
-        self._regions: set[int] = set()
-        self._connections: list[_Connection] = []
-        self._open = True
 
     @classmethod
     def unavailable(cls, config: Config) -> str:
         return ""
 
-    def register(self, memory: Memory) -> None:
-        with self._lock:
-            check_registration(memory, self._regions, self._open)
-            self._regions.add(memory.region)
-
     def describe(self) -> dict[str, Any]:
         return {"streams": self._streams}
 
-    def accept(self, session: int, blob: bytes) -> bytes:
-        raise TransportError("tcp has nothing to exchange", "exchange", errno.EOPNOTSUPP)
-
-    def ended(self, session: int) -> None:
-        pass
-
-    def connect(self, peer: Peer, timeout_s: float) -> Connection:
-        with self._lock:
-            if not self._open:
-                raise TransportError("this transport is closed", "connect", errno.EBADF)
-            self._connections = [c for c in self._connections if not c.closed]
-        connection = _Connection(peer, self._streams, self._streams_a_read)
-        with self._lock:
-            if self._open:
-                self._connections.append(connection)
-                return connection
-        connection.close()
-        raise TransportError("this transport is closed", "connect", errno.EBADF)
-
-    def close(self) -> None:
-        with self._lock:
-            self._open = False
-            connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.close()
+    def _connect(self, peer: Peer, timeout_s: float) -> Connection:
+        return _Connection(peer, self._streams, self._streams_a_read)
 
 
 class _Connection:

@@ -90,6 +90,7 @@ void Broker::apply_effects() {
     }
     for (auto& t : fx.reads) spill_->submit({SpillFile::Job::kRead, t.id, arenas_[t.arena]->data() + t.offset, t.disk, t.bytes, {}});
     for (auto& [s, key] : fx.queries) push_event(s, key);
+    for (auto& [s, key] : fx.answers) push_event(s, key);
     for (auto& [s, id] : fx.gone) {
       ClaimKey key{uint32_t(ClaimKind::kGone)};
       std::memcpy(key.bytes, &id, sizeof id);

@@ -181,7 +181,7 @@ void Broker::attach(Conn& c, const Request& q) {
   if (!events || !conns_.contains(fd)) return;
   c.events = true;
   p->second.events_fd = fd;
-  table_.listen(s, true);
+  table_.listen(s, true, q.flags & kAskLast);
 }
 
 void Broker::send_arena(int fd, uint64_t index) {
@@ -280,6 +280,8 @@ void Broker::handle(Conn& c, const Request& q, const std::byte* body, size_t len
     case Op::kWatch:
       for (ObjectId id : ids_in(body, q.count)) table_.watch(s, id);
       return;
+    case Op::kInquire:
+      return table_.inquire(s, q.key);
     case Op::kUnclaim:
       return table_.unclaim(s, q.key);
     case Op::kAdopt:

@@ -302,6 +302,7 @@ void Client::abort(ObjectId id) noexcept {
   let_go();
 }
 void Client::unclaim(const ClaimKey& key) noexcept { post(request(Op::kUnclaim, {}, key)); }
+void Client::inquire(const ClaimKey& key) noexcept { post(request(Op::kInquire, {}, key)); }
 void Client::adopt(const ClaimKey& key) noexcept { post(request(Op::kAdopt, {}, key)); }
 void Client::disown(const ClaimKey& key, bool mine) noexcept { post(request(Op::kDisown, {}, key, mine ? kMine : 0)); }
 
@@ -533,10 +534,10 @@ Client::Answer Client::grow(uint64_t capacity) {
 
 // ---- events
 
-void Client::listen() {
+void Client::listen(bool last) {
   check_process();
   Fd fd = dial(name_);
-  Request q = request(Op::kAttach, {session_, 0}, {}, kEvents);
+  Request q = request(Op::kAttach, {session_, 0}, {}, uint16_t(kEvents | (last ? kAskLast : 0)));
   Reply r;
   alignas(8) std::byte buf[512];
   if (send_message(fd.get(), &q, sizeof q) || recv_message(fd.get(), buf, sizeof buf) < ssize_t(sizeof r)) gone("the broker died");

@@ -109,12 +109,13 @@ class Client : public std::enable_shared_from_this<Client> {
   void abort(ObjectId id) noexcept;
   void unclaim(const ClaimKey& key) noexcept;
   void adopt(const ClaimKey& key) noexcept;
+  void inquire(const ClaimKey& key) noexcept;  // next_event then tells, see Answer
   void disown(const ClaimKey& key, bool mine) noexcept;
   void remove(const std::vector<ObjectId>& ids) noexcept;
   void watch(const std::vector<ObjectId>& ids) noexcept;  // next_event then tells, with kGone, when one of them ceases to exist
 
   // Answers about claims: after listen(), one thread calls next_event until it throws BrokerGone.
-  void listen();
+  void listen(bool last = false);  // `last`: asked for claims that nobody else answers for
   bool next_event(int timeout_ms, ClaimKey* key);  // false: nothing came
 
   // Which object of the pool holds these bytes, if they lie in one live view and still are what the pool has.

@@ -88,6 +88,13 @@ void Table::close_session(SessionId s) {
     if (c->second.handover) c->second.asked.clear(), ask(c, true);
     else end_claim(c);
   }
+  for (const ClaimKey& key : std::vector<ClaimKey>(inquiries_.begin(), inquiries_.end())) {
+    auto c = claims_.find(key);
+    if (c->second.inquirer != s) continue;
+    c->second.inquirer = 0;
+    inquiries_.erase(key);
+    if (c->second.objects.empty()) end_claim(c);
+  }
 }
 
 bool Table::holds_anything(SessionId s) const {

@@ -6,6 +6,9 @@
 // process that called the task, which the claiming process cannot name; so the broker asks ("query") the sessions that listen, first the
 // one that owned this session's last returns, then the rest, until one adopts the claim. A claim nobody answers for is an orphan.
 //
+// The owner may be on another node. The session that knows other nodes is asked last; it has a session of its kind there inquire, which is
+// the same as a claim that binds no object: the sessions are asked whose it is, and whoever adopts it says when it is over.
+//
 // Memory is bounded. Above the high watermark, and while a create waits, objects that nobody pins are written to disk, the least recently
 // used first; they stay in memory as well ("clean") until somebody needs the room, which then costs nothing. A get of an object that is on
 // disk only has it read back if there is room at once, and otherwise is sent to the disk itself: a get never waits for room. Where there
@@ -80,6 +83,7 @@ class Table {
   struct Effects {
     std::vector<std::pair<SessionId, ClaimKey>> queries;  // ask this session who answers for that key
     std::vector<std::pair<SessionId, ObjectId>> gone;     // tell this session, which watches it, that the object ceased to exist
+    std::vector<std::pair<SessionId, ClaimKey>> answers;  // to inquiries; the kind has an Answer in it
     std::vector<ObjectId> changed;                        // became readable, or ceased to exist
     bool freed = false;                                   // pages came back: waiting creates may succeed
     std::vector<Transfer> writes, reads;
@@ -100,7 +104,7 @@ class Table {
   void tick(int64_t now_ns) { now_ = now_ns; }  // what is called next happens then
 
   void open_session(SessionId s, int32_t pid, std::string label, std::string_view group = {}, uint64_t born = 0);
-  void listen(SessionId s, bool on);  // whether it can be asked about claims
+  void listen(SessionId s, bool on, bool last = false);  // whether it can be asked about claims; after all others
   void close_session(SessionId s);    // the process is gone: leases, pins, claims and its part in queries end here and only here
   bool holds_anything(SessionId s) const;  // a lease or a pin
   bool owns_anything(SessionId s) const;   // a claim
@@ -123,6 +127,7 @@ class Table {
   void adopt(SessionId s, const ClaimKey& key);
   void disown(SessionId s, const ClaimKey& key, bool mine);
   void unclaim(SessionId s, const ClaimKey& key);
+  void inquire(SessionId s, const ClaimKey& key);  // who of the others answers for it: `answers` tells
 
   // ---- the disk
 
@@ -207,6 +212,7 @@ class Table {
     bool handover = false;  // survives its creator
     bool inherited = false;  // and did: from then on, whoever still refers to it has been asked
     bool restored = false;  // of a broker that died: its end may have been told to that one
+    SessionId inquirer = 0;
     std::set<SessionId> asked, waiting;
     std::optional<std::list<ClaimKey>::iterator> orphan;
   };
@@ -216,7 +222,7 @@ class Table {
     std::string label;
     uint32_t group = 0;
     int64_t since = 0;
-    bool listens = false;
+    bool listens = false, asked_last = false;
     uint64_t first_counter = 0;  // ids of this session below are of a broker that died
     std::unordered_set<ObjectId> leases;
     std::unordered_map<ObjectId, uint64_t> pins;
@@ -263,6 +269,9 @@ class Table {
   void query(ClaimIt it, SessionId s, Session& n);
   void ask(ClaimIt it, bool everyone);
   void answered(ClaimIt it, SessionId s);
+  void query_all(ClaimIt it, bool last);
+  static bool waits_only_for(const Claim& c, SessionId s) { return c.waiting.size() == 1 && c.waiting.contains(s); }
+  void tell_inquirer(ClaimIt it, Answer answer);
   void set_owner(ClaimIt it, SessionId s);
   bool evict_one_orphan(std::optional<uint32_t> group);
   void touch(const ClaimKey& key) { if (saving_) effects_.saved.claims.push_back(key); }
@@ -285,6 +294,7 @@ class Table {
   std::map<SessionId, Session> sessions_;
   std::vector<Group> groups_;  // the first has no name: sessions that named none
   std::list<ClaimKey> orphans_;  // oldest first
+  std::unordered_set<ClaimKey> inquiries_;  // claims with an inquirer
   std::unordered_set<SessionId> of_this_life_;  // kept in a second life: sessions whose missing objects were freed, not lost
   std::list<ObjectId> dirty_, clean_;  // idle, least recently used first
   Usage usage_;

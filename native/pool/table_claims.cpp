@@ -9,12 +9,18 @@ namespace {
 // A session need not be asked for claims that are its own.
 bool is_asked_for(const ClaimKey& key) { return key.kind == uint32_t(ClaimKind::kToken) || key.kind == uint32_t(ClaimKind::kReturn); }
 
+ClaimKey with(ClaimKey key, Answer answer) {
+  key.kind |= uint32_t(answer);
+  return key;
+}
+
 }  // namespace
 
-void Table::listen(SessionId s, bool on) {
+void Table::listen(SessionId s, bool on, bool last) {
   Session* n = find(s);
   if (!n || n->listens == on) return;
   n->listens = on;
+  n->asked_last = last;
   if (!on) {
     for (const ClaimKey& key : std::exchange(n->queried, {}))
       if (auto c = claims_.find(key); c != claims_.end()) answered(c, s);
@@ -59,6 +65,7 @@ void Table::set_owner(ClaimIt it, SessionId s) {
   c.restored = false;
   find(s)->claims.insert(it->first);
   touch(it->first);
+  if (c.inquirer) effects_.answers.emplace_back(c.inquirer, with(it->first, Answer::kHeld));
 }
 
 void Table::query(ClaimIt it, SessionId s, Session& n) {
@@ -68,6 +75,11 @@ void Table::query(ClaimIt it, SessionId s, Session& n) {
   effects_.queries.emplace_back(s, it->first);
 }
 
+void Table::query_all(ClaimIt it, bool last) {
+  for (auto& [s, n] : sessions_)
+    if (n.asked_last == last) query(it, s, n);
+}
+
 void Table::ask(ClaimIt it, bool everyone) {
   Claim& c = it->second;
   if (!everyone) {
@@ -75,8 +87,11 @@ void Table::ask(ClaimIt it, bool everyone) {
     Session* likely = creator ? find(creator->last_owner) : nullptr;
     if (likely) query(it, creator->last_owner, *likely);
   }
-  if (c.waiting.empty())
-    for (auto& [s, n] : sessions_) query(it, s, n);
+  if (c.waiting.empty()) query_all(it, false);
+  if (!c.waiting.empty()) return;
+  tell_inquirer(it, Answer::kNobody);
+  if (c.objects.empty()) return end_claim(it);
+  query_all(it, true);
   if (!c.waiting.empty()) return;
   if (c.inherited && !c.restored) end_claim(it);  // of those that a restored claim is for, some may not be back yet
   else if (!c.orphan) c.orphan = orphans_.insert(orphans_.end(), it->first);
@@ -87,7 +102,9 @@ void Table::answered(ClaimIt it, SessionId s) {
   Claim& c = it->second;
   if (!c.waiting.erase(s)) return;
   if (Session* n = find(s)) n->queried.erase(it->first);
-  if (c.waiting.empty() && !c.owner) ask(it, true);
+  if (c.owner) return;
+  if (c.waiting.empty()) ask(it, true);
+  else if (waits_only_for(c, c.inquirer)) tell_inquirer(it, Answer::kNobody);
 }
 
 void Table::adopt(SessionId s, const ClaimKey& key) {
@@ -122,6 +139,7 @@ void Table::unclaim(SessionId s, const ClaimKey& key) {
     if (Session* n = find(s)) n->claims.erase(key), n->queried.erase(key);
     c.owner = 0;
     c.asked = {s};
+    if (c.inquirer) c.asked.insert(c.inquirer);
     c.waiting.clear();
     touch(key);
     ask(it, true);
@@ -130,7 +148,36 @@ void Table::unclaim(SessionId s, const ClaimKey& key) {
   end_claim(it);
 }
 
+void Table::inquire(SessionId s, const ClaimKey& key) {
+  if (!find(s) || !is_asked_for(key)) return;
+  auto [it, fresh] = claims_.try_emplace(key);
+  Claim& c = it->second;
+  c.inquirer = s;
+  inquiries_.insert(key);
+  if (!fresh && c.owner) {
+    effects_.answers.emplace_back(s, with(key, Answer::kHeld));
+    return;
+  }
+  c.asked.insert(s);
+  if (fresh) {
+    c.creator = s;
+    c.handover = key.kind == uint32_t(ClaimKind::kToken);  // any that refers to it keeps it
+    return ask(it, false);
+  }
+  query_all(it, false);  // it may be about to be asked itself, for a claim of this broker's own
+  if (c.waiting.empty() || waits_only_for(c, s)) tell_inquirer(it, Answer::kNobody);
+}
+
+// Its last answer, as far as it is concerned.
+void Table::tell_inquirer(ClaimIt it, Answer answer) {
+  const SessionId s = std::exchange(it->second.inquirer, 0);
+  if (!s) return;
+  inquiries_.erase(it->first);
+  effects_.answers.emplace_back(s, with(it->first, answer));
+}
+
 void Table::end_claim(ClaimIt it) {
+  tell_inquirer(it, Answer::kEnded);
   Claim c = std::move(it->second);
   const ClaimKey key = it->first;
   if (c.orphan) orphans_.erase(*c.orphan);

@@ -8,7 +8,7 @@
 
 namespace mcr {
 
-constexpr uint32_t kProtocolVersion = 3;
+constexpr uint32_t kProtocolVersion = 4;
 constexpr size_t kMaxMessage = 64 << 10;   // bytes; a longer message is a protocol error
 constexpr size_t kInlineMax = 8 << 10;     // bytes; objects up to this size travel inside the message
 constexpr size_t kPageSize = 4096;         // allocation granule
@@ -34,6 +34,13 @@ enum class ClaimKind : uint32_t {
   kGone = 5,    // only in events: the object whose id is `bytes` ceased to exist
 };
 
+// Of an inquiry, in the event's kind beside that of its claim.
+enum class Answer : uint32_t {
+  kHeld = 0x100,   // a session of this broker answers for the claim
+  kEnded = 0x200,  // one did, and the claim is over
+  kNobody = 0x300, // none does
+};
+
 struct ClaimKey {
   uint32_t kind = 0;
   uint8_t bytes[28] = {};
@@ -57,6 +64,8 @@ enum class Op : uint16_t {
   kAdopt,      // one-way: this session answers for `key`
   kDisown,     // one-way: this session does not; flag kMine: it did, and the key is gone
   kWatch,      // one-way: tell this session when one of the ids that follow ceases to exist
+  kInquire,    // one-way: who of the others answers for `key`, a claim at another broker? Told by events (see Answer): kNobody, or kHeld and
+               // in the end kEnded
   kWait,       // reply when `size` of the ids that follow are readable, or at the deadline
   kStats,      // reply carries JSON; flag kDetail: in a file, which the reply carries
   kBye,        // one-way: the client dropped every view and lease
@@ -67,6 +76,7 @@ enum Flag : uint16_t {
   kMine = 1,      // with kDisown
   kHandover = 2,  // with kSeal, kToken: should this session die, ask the others who still refers to the key
   kEvents = 4,    // with kAttach: this socket only carries events, from the broker to the client
+  kAskLast = 64,  // with kEvents: ask this session for claims that nobody else answers for
   kOneWay = 8,    // with kSeal: no reply. Whoever gets the object meanwhile waits for the seal
   kAfter = 16,    // with what has a reply: first deal with the one-way messages on the session's first socket
   kDetail = 32,   // with kStats
@@ -108,7 +118,7 @@ struct Reply {
   uint64_t aux = 0;
 };
 
-struct Event {  // broker -> client: who answers for this claim? With kGone: this is no more
+struct Event {  // broker -> client: who answers for this claim? With kGone: this is no more; with an Answer: what was asked by kInquire
   ClaimKey key;
 };
 

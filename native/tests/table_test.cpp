@@ -40,10 +40,16 @@ struct Fixture {
     std::sort(out.begin(), out.end());
     return out;
   }
+  std::vector<Answer> answers() {  // to C, since the last call
+    std::vector<Answer> out;
+    for (auto& [s, key] : t.take_effects().answers) CHECK_EQ(s, C), out.push_back(Answer(key.kind & ~0xffu));
+    return out;
+  }
   uint64_t stat(const char* name) const { return check::number(t.report(false), name); }
   bool empty() const { return t.used_bytes() == 0 && stat("free_pages") == kPages && stat("claims") == 0 && stat("orphans") == 0; }
 };
 using Asked = std::vector<SessionId>;
+using Answers = std::vector<Answer>;
 
 TEST(an_object_goes_when_it_is_sealed_unpinned_and_unclaimed) {
   for (bool unpin_first : {true, false}) {
@@ -256,6 +262,121 @@ TEST(a_retried_task_claims_again_without_a_question) {
   CHECK_EQ(f.t.presence(one), kReadable);
   CHECK_EQ(f.t.presence(two), kReadable);
   f.t.unclaim(B, returned(1));
+  CHECK(f.empty());
+}
+
+TEST(who_is_asked_last_is_asked_when_nobody_else_answers) {
+  Fixture f;
+  f.t.listen(A, true), f.t.listen(B, true), f.t.listen(C, true, true);
+  const ObjectId id = f.put(A, returned(1));
+  CHECK((f.asked() == Asked{A, B}));
+  f.t.disown(A, returned(1), false), f.t.disown(B, returned(1), false);
+  CHECK(f.asked() == Asked{C});
+  CHECK_EQ(f.stat("orphans"), 0u);
+  f.t.adopt(C, returned(1));
+  f.put(A, returned(2));
+  CHECK(f.asked() == Asked{C});  // it had the last
+  f.t.unclaim(C, returned(1));
+  CHECK_EQ(f.t.presence(id), kMissing);
+  f.t.disown(C, returned(2), false);
+  CHECK((f.asked() == Asked{A, B}));
+}
+
+TEST(an_inquiry_tells_who_has_a_claim_and_when_it_is_over) {
+  for (bool owner_dies : {true, false}) {
+    Fixture f;
+    f.t.listen(A, true), f.t.listen(B, true), f.t.listen(C, true, true);
+    f.t.inquire(C, returned(1));
+    CHECK((f.asked() == Asked{A, B}));
+    f.t.disown(A, returned(1), false);
+    CHECK(f.answers().empty());
+    f.t.adopt(B, returned(1));
+    CHECK(f.answers() == Answers{Answer::kHeld});
+    f.t.inquire(C, returned(2));
+    CHECK(f.asked() == Asked{B});
+    f.t.unclaim(B, returned(2));  // crosses the question
+    CHECK(f.answers() == Answers{Answer::kEnded});
+    if (owner_dies) f.t.close_session(B);
+    else f.t.unclaim(B, returned(1));
+    CHECK(f.answers() == Answers{Answer::kEnded});
+    CHECK(f.empty());
+  }
+}
+
+TEST(an_inquiry_that_nobody_answers_leaves_nothing) {
+  Fixture f;
+  f.t.inquire(C, returned(1));
+  CHECK(f.answers() == Answers{Answer::kNobody});
+  CHECK(f.empty());
+  f.t.listen(A, true);
+  f.t.inquire(C, returned(1));
+  f.t.disown(A, returned(1), false);
+  CHECK(f.answers() == Answers{Answer::kNobody});
+  f.t.inquire(C, returned(1));
+  f.t.disown(A, returned(1), true);
+  CHECK(f.answers() == Answers{Answer::kEnded});
+  f.t.inquire(C, returned(1));
+  f.t.close_session(C);
+  CHECK(f.answers().empty());
+  CHECK(f.empty());
+}
+
+TEST(an_inquiry_about_a_claim_that_is_there_too) {
+  Fixture f;
+  f.t.listen(A, true), f.t.listen(C, true, true);
+  f.put(B, returned(1));
+  f.t.disown(A, returned(1), false);
+  CHECK((f.asked() == Asked{A, C}));  // C asks elsewhere, and somebody there has C inquire
+  f.t.inquire(C, returned(1));
+  CHECK(f.answers() == Answers{Answer::kNobody});
+  f.t.disown(C, returned(1), false);
+  CHECK_EQ(f.stat("orphans"), 1u);
+  f.t.inquire(C, returned(1));
+  CHECK(f.answers() == Answers{Answer::kNobody});
+  CHECK_EQ(f.stat("orphans"), 1u);
+
+  f.put(B, returned(2));
+  f.asked();
+  f.t.adopt(A, returned(2));
+  f.t.inquire(C, returned(2));
+  CHECK(f.answers() == Answers{Answer::kHeld});
+  f.t.unclaim(A, returned(2));
+  CHECK(f.answers() == Answers{Answer::kEnded});
+}
+
+TEST(a_likely_owner_elsewhere_is_not_waited_for_by_an_inquiry) {
+  Fixture f;
+  f.t.listen(A, true), f.t.listen(C, true, true);
+  f.put(B, returned(1));
+  f.t.disown(A, returned(1), false);
+  f.t.adopt(C, returned(1));
+  f.asked();
+  f.put(B, returned(2));
+  CHECK(f.asked() == Asked{C});
+  f.t.inquire(C, returned(2));
+  CHECK(f.asked() == Asked{A});
+  f.t.disown(A, returned(2), false);
+  CHECK(f.answers() == Answers{Answer::kNobody});
+  f.t.adopt(C, returned(2));  // it was somebody else's
+  f.t.unclaim(C, returned(2));
+  CHECK_EQ(f.stat("claims"), 1u);
+}
+
+TEST(an_inquiry_about_a_token_ends_with_the_last_that_refers_to_it) {
+  Fixture f;
+  f.t.listen(A, true), f.t.listen(B, true), f.t.listen(C, true, true);
+  f.t.inquire(C, token(1));
+  f.t.disown(A, token(1), false);
+  f.t.adopt(B, token(1));
+  CHECK(f.answers() == Answers{Answer::kHeld});
+  f.asked();
+  f.t.unclaim(B, token(1));
+  CHECK(f.asked() == Asked{A});
+  f.t.adopt(A, token(1));
+  f.t.close_session(A);
+  f.t.disown(B, token(1), false);
+  const Answers all = f.answers();
+  CHECK(!all.empty() && all.back() != Answer::kHeld);
   CHECK(f.empty());
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pool_sample import INSPECT_TEXT, MIB, STATS_TEXT, with_changes
 
-from mooncake_ray.cli import memory, model, pools, status_view, text
+from mooncake_ray.cli import memory, model, pools, services, status_view, text
 from mooncake_ray.cli.pools import PoolName, Reading
 from mooncake_ray.snapshot import Snapshot
 
@@ -59,12 +59,15 @@ Num       RefCount Protocol Flags    Type St Inode Path
 0000000031ac095f: 00000003 00000000 00000000 0005 03 1395235 @mooncake_ray/7/ended
 000000001afd00d8: 00000003 00000000 00000000 0001 03  1238
 0000000065efab8f: 00000002 00000000 00010000 0001 01  1239 /tmp/mooncake_ray/7/file
+00000000d5d66b50: 00000002 00000000 00010000 0001 01  1240 @mooncake_ray/7/idle/engine
+00000000d5d66b51: 00000003 00000000 00000000 0001 03  1241 @mooncake_ray/7/a b/engine
+00000000d5d66b52: 00000002 00000000 00010000 0001 01  1242 @mooncake_ray/7/over/engine
 """
 
 
 def test_pools_are_found_among_the_kernels_sockets():
     found = pools.parse_sockets(SOCKETS.splitlines(), 7)
-    assert found == [PoolName("mooncake_ray/7/a b", "a b", 2), PoolName("mooncake_ray/7/idle", "idle", 0)]
+    assert found == [PoolName("mooncake_ray/7/a b", "a b", 2), PoolName("mooncake_ray/7/idle", "idle", 0, served=True)]
 
 
 def test_names_are_those_that_brokers_are_started_with(monkeypatch):
@@ -106,6 +109,50 @@ def test_status_says_what_there_is():
     assert "4002 rollout 01000000 2m00s 1 (8 MiB) 2 (160 MiB) 1 (32 MiB)" in rows
     assert "01000000 256 MiB 512 MiB" in rows
     assert rows.index("train.py (pid 4001) 2 192 MiB") < rows.index("rollout (pid 4002) 2 40 MiB")
+
+
+SERVICE = {
+    "endpoint": "10.0.0.1:4242",
+    "transports": ["tcp", "verbs"],
+    "peers": {"10.0.0.2:4711": "verbs", "10.0.0.3:4712": ""},
+    "connections": 5,
+    "sessions": 2,
+    "pins": 1,
+    "requests": 99,
+    "refused": 0,
+    "bytes_sent": 3 * MIB,
+    "replicas": 7,
+    "remote_bytes_read": 70 * MIB,
+    "relayed": 1,
+    "relays_lost": 1,
+    "remote_retries": 2,
+}
+
+
+def test_status_tells_of_the_node_service():
+    rows = [" ".join(line.split()) for line in shown(service=SERVICE).splitlines()]
+    assert "serves at 10.0.0.1:4242: 2 peer sessions by 5 connections, 1 pin, 99 requests, 3 MiB sent by its streams" in rows
+    assert "brought here: 7 objects, 70 MiB read by its transports, 1 object from other readers, 3 retries" in rows
+    assert "offers tcp, verbs" in rows and "10.0.0.2:4711 verbs" in rows and "10.0.0.3:4712 -" in rows
+    assert "3 connections refused" in shown(service=SERVICE | {"refused": 3})
+    assert status_view.as_json(Reading(POOL, INSPECT_TEXT, service=SERVICE))["service"] == SERVICE
+
+
+def test_status_says_that_there_is_no_service_or_that_it_is_silent():
+    assert "none: other nodes cannot read this pool" in shown()
+    assert "does not answer: it is stopped" in shown(service_error="it is stopped")
+    assert status_view.as_json(Reading(POOL, INSPECT_TEXT, service_error="x"))["service_error"] == "x"
+
+
+def test_the_services_of_a_cluster():
+    told = [
+        {"job": "02", "node": "b" * 56, "host": "10.0.0.2", "error": "did not answer within 10 s"},
+        {"job": "02", "node": "a" * 56, "host": "10.0.0.1", "report": SERVICE},
+    ]
+    out = services.lines(told)
+    assert out[0] == "node 10.0.0.1 (aaaaaaaa), job 02" and "  offers tcp, verbs" in out
+    assert out[-3:] == ["", "node 10.0.0.2 (bbbbbbbb), job 02", "  did not answer within 10 s"]
+    assert services.lines([]) == ["no node service is running in this Ray cluster: nodes do not read each other's pools"]
 
 
 def test_status_of_an_empty_pool():

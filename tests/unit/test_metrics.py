@@ -190,6 +190,24 @@ def test_the_next_broker_counts_from_nothing(exporter):
     assert {"pins": 1}.items() <= {tags["kind"]: n for n, tags in taken("mooncake_ray_reaped")}.items()
 
 
+def test_the_process_of_a_service_exports_it(exporter):
+    said = {"sessions": 2, "connections": 5, "pins": 1, "bytes_sent": 1000, "refused": 1}
+    exporter.service = lambda: said
+    exporter.flush()
+    assert taken("mooncake_ray_remote_sent_bytes") == [(1000, {})] and taken("mooncake_ray_peers_refused") == [(1, {})]
+    assert (
+        taken("mooncake_ray_peer_sessions") == [2]
+        and taken("mooncake_ray_peer_connections") == [5]
+        and taken("mooncake_ray_peer_pins") == [1]
+    )
+    said["bytes_sent"] = 1500
+    exporter.flush()
+    assert taken("mooncake_ray_remote_sent_bytes") == [(500, {})] and taken("mooncake_ray_peers_refused") == []
+    said["bytes_sent"] = 70  # another engine
+    exporter.flush()
+    assert taken("mooncake_ray_remote_sent_bytes") == [(70, {})]
+
+
 def test_between_two_brokers_nobody_is_asked(exporter):
     exporter.session.client.usable = False
     exporter.flush()
@@ -208,11 +226,11 @@ PROMETHEUS = re.compile(r"ray_(mooncake_ray_[a-z_]+)")
 
 def exported() -> set[str]:
     histograms = {f"{name}_bucket" for name in metrics.HISTOGRAMS}
-    return histograms | {f"{name}_total" for name in metrics.COUNTERS} | set(metrics.GAUGES)
+    return histograms | {f"{name}_total" for name in metrics.COUNTERS} | set(metrics.GAUGES) | set(metrics.SERVICE_GAUGES)
 
 
 def test_names():
-    names = [*metrics.HISTOGRAMS, *metrics.COUNTERS, *metrics.GAUGES]
+    names = [*metrics.HISTOGRAMS, *metrics.COUNTERS, *metrics.GAUGES, *metrics.SERVICE_GAUGES]
     assert len(set(names)) == len(names)
     for name in names:
         assert re.fullmatch(r"mooncake_ray_[a-z][a-z_]*[a-z]", name) and not name.endswith("_total"), name

@@ -4,97 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine_sites import DEADLINE_S, SECRET, several
 
-from mooncake_ray._native import pool
 from mooncake_ray.errors import GetTimeoutError, ObjectLostError, ObjectNotFoundError, PeerRefusedError, TransportError
 from mooncake_ray.store import node
-from mooncake_ray.transfer.directory import Endpoint
-from mooncake_ray.transfer.door import Door, door_name
 from mooncake_ray.transfer.engine import Engine
 
-SECRET = b"s" * 32
-DEADLINE_S = 30.0
 CAPACITY = 32 << 20
-
-
-class Map:
-    """A directory that is a dict, shared by the engines of a test."""
-
-    def __init__(self) -> None:
-        self.engines: dict[bytes, Endpoint] = {}
-        self.dead: set[bytes] = set()
-
-    def of(self, own: list[Endpoint]) -> Map.View:
-        return Map.View(self, own)
-
-    class View:
-        def __init__(self, all: Map, own: list[Endpoint]) -> None:
-            self.all, self.own = all, own
-
-        def resolve(self, pool_id):
-            return None if pool_id in self.all.dead else self.all.engines.get(pool_id)
-
-        def is_lost(self, pool_id):
-            return pool_id in self.all.dead
-
-        def others(self):
-            return [e for p, e in self.all.engines.items() if p not in self.all.dead and e not in self.own]
-
-
-class Site:
-    """A pool, its engine, and a process that uses both."""
-
-    def __init__(self, scope, map: Map, secret: bytes = SECRET) -> None:
-        self.store = scope.store()
-        name = node.broker_name(scope.name)
-        own: list[Endpoint] = []
-        client = node.connect(name, scope.config)
-        self.engine = Engine(client, door_name(name), map.of(own), secret, "127.0.0.1", scope.config)
-        own.append(self.engine.endpoint)
-        self.pool_id = self.store.client.pool_id
-        map.engines[self.pool_id] = self.engine.endpoint
-        self.door = Door(door_name(name))
-        self.scope = scope
-
-    def put(self, data: bytes) -> bytes:
-        lease = self.store.create(len(data))
-        memoryview(lease)[:] = data
-        return self.store.publish(lease).id
-
-    def free(self, id: bytes) -> None:
-        self.store.free([self.key(id)])
-
-    def key(self, id: bytes):
-        from mooncake_ray.store import ObjectKey
-
-        return ObjectKey(self.pool_id, id)
-
-    def get(self, home: Site, id: bytes, timeout_s: float = DEADLINE_S) -> bytes:
-        with self.door.pulled(home.pool_id, id, timeout_s) as here:
-            assert here == id
-            return bytes(memoryview(self.store.client.get(id)))
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 @pytest.fixture
 def sites(scope_with):
-    made: list[Site] = []
-    map = Map()
-
-    def make(secret: bytes = SECRET, **settings) -> Site:
-        made.append(Site(scope_with(**settings), map, secret))
-        return made[-1]
-
-    make.map = map
-    yield make
-    for site in made:
-        site.close()
+    with several(scope_with) as make:
+        yield make
 
 
 def data_of(nbytes: int, seed: int = 0) -> bytes:
@@ -116,6 +43,17 @@ def test_an_object_is_what_it_was(sites, nbytes):
     assert a.engine.server.stats()["bytes_sent"] == sent, "and is not sent again"
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_pools_that_grow(sites, transport):
+    """By arenas that are there only after the first read."""
+    a, b = (sites(transport=transport, arena_bytes=8 << 20, prefault_bytes=1 << 20) for _ in range(2))
+    for n in range(4):
+        id = a.put(data_of(6 << 20, n))
+        assert digest(b.get(a, id)) == digest(data_of(6 << 20, n))
+        assert b.engine.report()["peers"] == {str(a.engine.endpoint): transport}
+    assert len(a.store.client.arenas()) > 1 < len(b.store.client.arenas())
+
+
 def test_parts_of_an_object(sites):
     a, b = sites(), sites()
     data = data_of(1 << 20)
@@ -126,6 +64,48 @@ def test_parts_of_an_object(sites):
     assert got == b"".join(data[o : o + n] for o, n in runs.tolist())
     sent = a.engine.server.stats()["bytes_sent"]
     assert sent < 64 << 10, "only what was asked for"
+
+
+def test_what_is_prefetched_is_here_later(sites):
+    a, b = sites(), sites()
+    ids = [a.put(data_of(1 << 20, seed)) for seed in range(6)]
+    b.door.prefetch(a.pool_id, b"?" * 16, DEADLINE_S)  # there is none
+    for id in ids:
+        b.door.prefetch(a.pool_id, id, DEADLINE_S)
+    b.scope.eventually(lambda: b.store.stats()["objects"] == 6)
+    a.engine.close()
+    assert [bytes(memoryview(b.store.client.get(id))) for id in ids] == [data_of(1 << 20, seed) for seed in range(6)]
+
+
+def test_an_engine_that_is_gone_is_not_asked_to_prefetch(sites):
+    a, b = sites(), sites()
+    b.door.prefetch(a.pool_id, b"?" * 16, DEADLINE_S)
+    b.engine.close()
+
+    def refused() -> bool:
+        try:
+            b.door.prefetch(a.pool_id, b"?" * 16, DEADLINE_S)
+        except ConnectionError:
+            return True
+        return False
+
+    b.scope.eventually(refused)  # the end of the connection is seen with some delay
+    assert refused(), "and nobody is there to connect to"
+
+
+def test_an_engine_says_what_it_does(sites):
+    a, b = sites(), sites()
+    empty = b.door.report(DEADLINE_S)
+    assert empty["endpoint"] == str(b.engine.endpoint) and empty["peers"] == {} and "tcp" in empty["transports"]
+    id = a.put(data_of(1 << 20))
+    b.get(a, id)
+    home, reader = a.door.report(DEADLINE_S), b.door.report(DEADLINE_S)
+    assert reader["peers"] == {str(a.engine.endpoint): "tcp"} and home["peers"] == {}
+    assert home["bytes_sent"] >= 1 << 20 and home["sessions"] == 1 and home["replicas_elsewhere"] == 1 and home["pins"] == 0
+    assert reader["replicas"] - empty["replicas"] == 1 and reader["remote_bytes_read"] - empty["remote_bytes_read"] == 1 << 20
+    b.engine.close()
+    with pytest.raises(ConnectionError):
+        b.door.report(DEADLINE_S)
 
 
 def test_thousands_of_runs(sites):
@@ -242,7 +222,7 @@ def test_an_engine_that_comes_back(sites):
     waiting = threading.Thread(target=lambda: got.append(digest(b.get(a, second))))
     waiting.start()
     name = node.broker_name(a.scope.name)
-    engine = Engine(node.connect(name, a.scope.config), door_name(name), sites.map.of([]), SECRET, "127.0.0.1", a.scope.config)
+    engine = Engine(node.connect(name, a.scope.config), name, sites.map.of([]), SECRET, "127.0.0.1", a.scope.config)
     sites.map.engines[a.pool_id] = engine.endpoint
     waiting.join()
     engine.close()
@@ -265,5 +245,33 @@ def test_settings_name_the_transport(sites):
     assert replace(sites().scope.config).transport == "auto"
 
 
-def test_kinds_of_claims():
-    assert pool.KIND_REPLICA != pool.KIND_SELF
+def test_replicas_of_a_pool_with_another_engine_go_with_their_objects(sites):
+    a, b = sites(), sites()
+    id = a.put(data_of(1 << 20))
+    b.get(a, id)
+    a.engine.close()
+    name = node.broker_name(a.scope.name)
+    engine = Engine(node.connect(name, a.scope.config), name, sites.map.of([]), SECRET, "127.0.0.1", a.scope.config)
+    sites.map.engines[a.pool_id] = engine.endpoint
+    a.free(id)
+    end = time.monotonic() + DEADLINE_S
+    while b.store.stats()["objects"]:
+        assert time.monotonic() < end, b.engine.report()
+        time.sleep(0.01)
+    assert b.engine.report()["replicas_here"] == 0
+    engine.close()
+
+
+def test_a_copy_of_a_copy_is_told_by_that_one(sites):
+    a, b, c = sites(), sites(), sites()
+    id = a.put(data_of(1 << 20))
+    b.get(a, id)
+    a.engine.close()
+    sites.map.dead.add(a.pool_id)
+    c.get(a, id)
+    assert c.engine.report()["replicas_here"] == 0
+    b.store.client.remove([id])
+    end = time.monotonic() + DEADLINE_S
+    while c.store.stats()["objects"]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
