@@ -290,6 +290,47 @@ TEST(one_of_four_streams_is_lost) {
   CHECK(size_t(std::count(into.begin(), into.end(), 'x')) == into.size());
 }
 
+TEST(how_far_a_read_has_come) {
+  Home h;
+  const ObjectId id = put(*h.client, 24 * kMiB + 7);
+  std::vector<std::unique_ptr<Link>> links;
+  std::vector<Link*> all;
+  for (int i = 0; i < 3; ++i) links.push_back(connect(h.port(), token('a'))), all.push_back(links.back().get());
+  const Pinned p = links[0]->pin({id}, kMinute, "", false).at(0);
+  std::vector<std::byte> into;
+  for (const size_t streams : {1, 3}) {
+    const Piece one = piece(p, &into);
+    const Piece halves[] = {{one.region, one.offset, one.local, 5 * kMiB + 1},
+                            {one.region, one.offset + 5 * kMiB + 1, one.local + 5 * kMiB + 1, one.bytes - 5 * kMiB - 1}};
+    uint64_t before = 0;
+    int calls = 0;
+    const std::thread::id me = std::this_thread::get_id();
+    Reached reached{[&](uint64_t n) {
+                      CHECK(std::this_thread::get_id() == me && n >= before + 3 * kMiB && n <= p.size);
+                      for (uint64_t i = before; i < n; ++i) CHECK(into[i] == pattern(id, i));
+                      before = n;
+                      ++calls;
+                      return true;
+                    },
+                    3 * kMiB};
+    CHECK(read_striped({all.begin(), all.begin() + long(streams)}, halves, kMinute, &reached));
+    CHECK(intact(into, id));
+    CHECK(calls <= 8);
+    calls = 0;
+    into.assign(p.size, std::byte{0xa5});
+    reached.tell = [&](uint64_t) { return ++calls < 2; };
+    reached.step = 1;
+    const bool whole = read_striped({all.begin(), all.begin() + long(streams)}, halves, kMinute, &reached);
+    CHECK(whole == (calls < 2));
+    for (Link* l : all) CHECK(l->describe(kMinute).empty());  // in order
+  }
+  links[0]->close();
+  const Piece one = piece(p, &into);
+  const Reached never{[](uint64_t) { return true; }};
+  CHECK(failure([&] { read_striped(all, {&one, 1}, kMinute, &never); }).kind == PeerError::kLost);
+  CHECK(links[1]->unpin({id}, kMinute, false));
+}
+
 // With good ranges around the bad one, in frames before and after it.
 TEST(a_range_that_is_not_there) {
   Home h;
