@@ -1,7 +1,7 @@
-"""An object whose bytes are gone from the pool is lost in Ray's own words.
+"""An object whose bytes are gone from the pool is lost in Ray's own words, and one that does not come in time is late in them.
 
-Ray turns any error while a value is rebuilt into a RaySystemError. Code that handles lost objects knows Ray's OwnerDiedError and
-ObjectLostError, so these are what it gets.
+Ray turns any error while a value is rebuilt into a RaySystemError. Code that handles lost objects knows Ray's OwnerDiedError,
+ObjectLostError and GetTimeoutError, so these are what it gets.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import ray
 from ray._private import worker as ray_worker
 
-from mooncake_ray.errors import BrokerDiedError, ObjectLostError, ObjectNotFoundError
+from mooncake_ray.errors import BrokerDiedError, GetTimeoutError, ObjectLostError, ObjectNotFoundError
 
-__all__ = ["PoolObjectLostError", "error_maker"]
+__all__ = ["PoolObjectLostError", "PoolTimeoutError", "error_maker"]
 
 
 class PoolObjectLostError(ObjectLostError, ray.exceptions.ObjectLostError):
@@ -31,12 +31,18 @@ class PoolObjectLostError(ObjectLostError, ray.exceptions.ObjectLostError):
         return PoolObjectLostError, (self.object_ref_hex, self.owner_address, self.call_site, self.why)
 
 
+class PoolTimeoutError(GetTimeoutError, ray.exceptions.GetTimeoutError):
+    """What a value is made of was not here within `Config.pull_timeout_s`. Nothing is lost by it: a later get may find it."""
+
+
 def error_maker(original: type[Exception]) -> Callable[..., Exception]:
     """Stands for the `RaySystemError` that Ray's serialization module makes of an error; only called where there is one."""
 
     def ray_system_error(error: Any, *args: Any) -> Exception:
         if isinstance(error, ObjectNotFoundError | ObjectLostError | BrokerDiedError):
             return _lost(error)
+        if isinstance(error, GetTimeoutError):
+            return PoolTimeoutError(str(error))
         return original(error, *args)
 
     return ray_system_error

@@ -60,11 +60,11 @@ _homes: dict[bytes, str] = {}
 
 
 def node_of(pool_id: bytes) -> str | None:
-    """ID of the node that has that pool, dead or alive; None where no service ever served it. Thread-safe."""
-    if (found := _homes.get(pool_id)) is None:
+    """ID of the node that has that pool, dead or alive; None where no service serves it. Thread-safe."""
+    if pool_id not in _homes:
         for key in internal_kv._internal_kv_list(_ENGINE + pool_id.hex().encode(), namespace=_SPACE):
-            found = _homes[pool_id] = _parsed(key)[1][0]  # a pool never moves
-    return found
+            _homes[pool_id] = _parsed(key)[1][0]  # for good: a pool never moves
+    return _homes.get(pool_id)
 
 
 class RayDirectory:

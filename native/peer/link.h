@@ -34,7 +34,9 @@ struct Piece {
 struct Pinned {
   Code code = Code::kOk;
   uint64_t region = 0, offset = 0, size = 0, available = 0;
-  std::string inlined, source;
+  std::string_view inlined;  // into `reply`
+  std::string source;
+  std::shared_ptr<const char[]> reply;
 };
 
 class Link {
@@ -49,7 +51,7 @@ class Link {
   const std::string& pool_id() const { return pool_id_; }
   const std::string& peer() const { return peer_; }
   std::string describe(int64_t timeout_ns);
-  std::vector<Pinned> pin(const std::vector<ObjectId>& ids, int64_t timeout_ns, const std::string& bad, bool inlined);
+  std::vector<Pinned> pin(const std::vector<ObjectId>& ids, int64_t timeout_ns, const std::string& bad, bool inlined, bool kept = false);
   uint64_t wait(ObjectId id, uint64_t beyond, int64_t timeout_ns);
   bool unpin(const std::vector<ObjectId>& ids, int64_t timeout_ns, bool kept);
   std::string exchange(const std::string& transport, const std::string& blob, int64_t timeout_ns);
@@ -65,7 +67,12 @@ class Link {
  private:
   Link() = default;
   struct Guard;
-  Frame ask(Op op, std::initializer_list<std::string_view> parts, int64_t deadline, std::string* body);
+  struct Body {
+    std::shared_ptr<char[]> bytes;
+    size_t size = 0;
+    std::string_view text() const { return {bytes.get(), size}; }
+  };
+  Frame ask(Op op, std::initializer_list<std::string_view> parts, int64_t deadline, Body* body);
   void send_all(std::string_view bytes, int64_t deadline);
   void receive_all(void* to, size_t bytes, int64_t deadline);
   void wait_for(short events, int64_t deadline);

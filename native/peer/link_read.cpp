@@ -15,8 +15,9 @@
 namespace mcr::peer {
 namespace {
 
-constexpr uint64_t kFrameBytes = 4 << 20;  // bytes asked for at once
-constexpr size_t kAhead = 4;               // frames on their way
+constexpr uint64_t kFrameBytes = 1 << 20;   // bytes asked for at once: as streams take what is left, none of them ends long after the others
+constexpr size_t kAhead = 4;                // frames on their way
+constexpr uint64_t kStreamBytes = 4 << 20;  // bytes that are worth one more stream
 
 // Cuts pieces into frames. Thread-safe.
 class Cutter {
@@ -154,8 +155,8 @@ void read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces
     }
   };
   uint64_t total = 0;
-  for (const Piece& p : pieces) total += std::min(p.bytes, kFrameBytes * links.size());
-  const size_t useful = std::clamp<size_t>(size_t((total + kFrameBytes - 1) / kFrameBytes), 1, links.size());
+  for (const Piece& p : pieces) total += std::min(p.bytes, kStreamBytes * links.size());
+  const size_t useful = std::clamp<size_t>(size_t((total + kStreamBytes - 1) / kStreamBytes), 1, links.size());
   {
     std::vector<std::jthread> threads;
     for (size_t i = 1; i < useful; ++i) threads.emplace_back(work, links[i]);

@@ -175,7 +175,7 @@ void Loop::start(Fd fd) {
   std::memcpy(c->challenge.magic, kMagic, sizeof kMagic);
   c->challenge.version = kVersion;
   if (::getrandom(c->challenge.nonce, sizeof c->challenge.nonce, 0) != sizeof c->challenge.nonce) c->dead = true;
-  c->fd = std::move(fd);
+  c->fd = std::make_shared<const Fd>(std::move(fd));
   c->deadline = now_ns() + server_.options_.handshake_ns;
   due(c->deadline);
   Out o;
@@ -185,7 +185,7 @@ void Loop::start(Fd fd) {
   c->out.push_back(std::move(o));
   c->armed = EPOLLIN | EPOLLRDHUP;
   epoll_event e{c->armed, {.u64 = c->serial}};
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, c->fd.get(), &e)) c->dead = true;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, c->fd->get(), &e)) c->dead = true;
   unproved_.insert(c->serial);
   Conn& there = *(conns_[c->serial] = std::move(c));
   settle(there);
@@ -212,6 +212,7 @@ void Loop::settle(Conn& c) {
 
 void Loop::drop(Conn& c) {
   server_.ended(c);
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, c.fd->get(), nullptr);  // a helper may keep it a moment longer
   unproved_.erase(c.serial);
   conns_.erase(c.serial);
 }
@@ -219,7 +220,7 @@ void Loop::drop(Conn& c) {
 void Loop::receive(Conn& c) {
   static thread_local char buffer[64 << 10];
   while (c.in.size() < sizeof(Frame) + kMaxRequest) {
-    const ssize_t n = ::recv(c.fd.get(), buffer, sizeof buffer, 0);
+    const ssize_t n = ::recv(c.fd->get(), buffer, sizeof buffer, 0);
     if (n > 0) c.in.append(buffer, size_t(n));
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) c.dead = true;
     if (n < ssize_t(sizeof buffer)) return;
@@ -286,7 +287,7 @@ bool Loop::send_memory(Conn& c, uint64_t* budget) {
   msghdr m{};
   m.msg_iov = v;
   m.msg_iovlen = n;
-  const ssize_t sent = ::sendmsg(c.fd.get(), &m, MSG_NOSIGNAL | (n < c.out.size() ? MSG_MORE : 0));
+  const ssize_t sent = ::sendmsg(c.fd->get(), &m, MSG_NOSIGNAL | (n < c.out.size() ? MSG_MORE : 0));
   if (sent < 0) {
     if (errno == EINTR) return true;
     c.dead = errno != EAGAIN;
@@ -312,7 +313,7 @@ bool Loop::send_memory(Conn& c, uint64_t* budget) {
 bool Loop::send_file(Conn& c, uint64_t* budget) {
   Out& o = c.out.front();
   off_t at = off_t(o.at);
-  const ssize_t sent = ::sendfile(c.fd.get(), o.file, &at, std::min(o.left, *budget));
+  const ssize_t sent = ::sendfile(c.fd->get(), o.file, &at, std::min(o.left, *budget));
   if (sent < 0) {
     if (errno == EINTR) return true;
     if (errno == EINVAL || errno == ENOSYS) {  // memory of a kind that the kernel does not send from
@@ -362,7 +363,7 @@ void Loop::arm(Conn& c) {
   const uint32_t want = EPOLLRDHUP | (full ? 0u : uint32_t(EPOLLIN)) | (c.out.empty() ? 0u : uint32_t(EPOLLOUT));
   if (want == std::exchange(c.armed, want)) return;
   epoll_event e{want, {.u64 = c.serial}};
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &e);
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd->get(), &e);
 }
 
 }  // namespace mcr::peer

@@ -28,7 +28,7 @@ struct Out {
 };
 
 struct Conn {
-  Fd fd;
+  std::shared_ptr<const Fd> fd;  // also of a helper that answers
   uint64_t serial = 0;
   Challenge challenge{};
   std::shared_ptr<Session> session;  // null until it has proved that it knows the secret

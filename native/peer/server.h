@@ -77,10 +77,13 @@ class Server {
     std::shared_ptr<Session> session;
     std::string body;
     Op op;  // kPin, kUnpin; kRead: learn of new arenas, then try again
+    std::shared_ptr<const Fd> fd;  // where nothing is waiting to be sent: the answer need not go by the loop
   };
   bool pin(const Job& job, std::string* reply);
+  void keep(Session& s, const std::vector<ObjectId>& ids);
   bool unpin(const Job& job, std::string* reply);
-  Entry pin_one(Session& s, ObjectId id, bool inlined, size_t* room, std::string* bytes);
+  Entry pin_one(Session& s, ObjectId id, bool inlined, std::string* reply, std::vector<std::shared_ptr<View>>* held);
+  void answer_at_once(const Job& job, std::string* reply);
   bool read(Conn& c, Loop& loop, std::string_view body);
   bool exchange(Conn& c, Loop& loop, std::string_view body);
   std::shared_ptr<Arena> arena(uint32_t index);  // null: unknown

@@ -73,6 +73,28 @@ TEST(pins_reads_and_unpins) {
   h.expect_nothing();
 }
 
+TEST(small_ones_are_kept_in_one_message) {
+  Home h;
+  std::vector<ObjectId> ids = {put_tiny(*h.client), put(*h.client, 65'536), put(*h.client, 65'537), {7, 7}};
+  for (int i = 0; i < 20; ++i) ids.push_back(put(*h.client, 60'000));
+  auto link = connect(h.port(), token('a'));
+  const std::vector<Pinned> got = link->pin(ids, kMinute, "", true, true);
+  size_t inlined = 0;
+  for (size_t i = 0; i < got.size(); ++i)
+    if (got[i].code == Code::kInline) {
+      ++inlined;
+      for (size_t k = 0; k < got[i].inlined.size(); ++k) CHECK(std::byte(got[i].inlined[k]) == pattern(ids[i], k));
+    }
+  CHECK(got[0].code == Code::kInline && got[1].code == Code::kInline && got[2].code == Code::kOk && got[3].code == Code::kMissing);
+  CHECK(inlined >= 8 && inlined <= kInlineReply / 60'000 + 1);  // what does not fit is pinned
+  CHECK_EQ(h.server->stats().replicas, inlined);
+  CHECK_EQ(h.server->stats().pins, ids.size() - 1 - inlined);
+  CHECK_EQ(h.server->stats().requests, 1u);
+  UNTIL(stat(*h.client, "pins") == ids.size() - 1 - inlined);
+  link.reset();
+  h.expect_nobody();
+}
+
 TEST(a_removed_object_stays_while_it_is_pinned) {
   Home h;
   auto link = connect(h.port(), token('a'));
@@ -198,15 +220,12 @@ TEST(a_puller_that_stops_reading) {
 TEST(a_server_that_vanishes_or_stalls) {
   std::vector<std::byte> into(2 * kMiB);
   const Piece all{0, 0, reinterpret_cast<uint64_t>(into.data()), into.size()};
-  const std::string some(kMiB, 'x');
   for (const bool headed : {true, false})
     for (const int how : {0, 1, 2}) {
       check::context = "how " + std::to_string(how);
       const Fake fake([&](const Fd& fd) {
-        Frame f;
-        if (!Fake::request(fd, &f)) return;
-        f = {0, uint16_t(mcr::peer::Op::kRead), 0, into.size()};
-        if (headed && !(send_all(fd, bytes_of(f)) && send_all(fd, some))) return;
+        const uint64_t n = Fake::asked(fd);
+        if (headed && !(Fake::head(fd, n) && send_all(fd, std::string(n / 2, 'x')))) return;
         if (how == 0) reset_on_close(fd);
         if (how == 2) Fake::wait_for_the_end(fd);
       });
@@ -226,10 +245,7 @@ TEST(a_server_that_is_too_slow) {
   const Piece all{0, 0, reinterpret_cast<uint64_t>(into.data()), into.size()};
   std::atomic<bool> over{false};
   const Fake fake([&](const Fd& fd) {
-    Frame f;
-    if (!Fake::request(fd, &f)) return;
-    f = {0, uint16_t(mcr::peer::Op::kRead), 0, 4 * kMiB};
-    if (!send_all(fd, bytes_of(f))) return;
+    if (!Fake::head(fd, Fake::asked(fd))) return;
     while (!over && send_all(fd, "x")) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
   auto link = connect(fake.port(), token('a'));
@@ -240,19 +256,15 @@ TEST(a_server_that_is_too_slow) {
 TEST(one_of_four_streams_is_lost) {
   std::vector<char> into(80 * kMiB);
   const Piece all{0, 0, reinterpret_cast<uint64_t>(into.data()), into.size()};
-  const std::string some(kMiB, 'x');
+  const std::string some(kMiB / 2, 'x');
   std::atomic<int> connections{0}, asked{0};
   const Fake fake([&](const Fd& fd) {
     const bool bad = connections++ == 2;
-    Frame f;
-    std::vector<mcr::peer::Range> ranges;
-    for (bool first = true; Fake::request(fd, &f, &ranges); first = false) {
-      if (first && ++asked <= 4) UNTIL(asked >= 4);  // all have something to do
-      uint64_t left = 0;
-      for (const auto& r : ranges) left += r.bytes;
-      f = {0, uint16_t(mcr::peer::Op::kRead), 0, left};
-      if (!send_all(fd, bytes_of(f))) return;
-      for (; left; left -= std::min<uint64_t>(left, kMiB)) {
+    bool first = true;
+    for (uint64_t left; (left = Fake::asked(fd));) {
+      if (std::exchange(first, false) && ++asked <= 4) UNTIL(asked >= 4);  // all have something to do
+      if (!Fake::head(fd, left)) return;
+      for (; left; left -= std::min<uint64_t>(left, some.size())) {
         if (!send_all(fd, std::string_view(some).substr(0, left))) return;
         if (bad) return reset_on_close(fd);
       }

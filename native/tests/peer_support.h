@@ -107,14 +107,18 @@ class Fake {
     thread_.join();
   }
   uint16_t port() const { return port_; }
-  // For scripts: a request to read. False: there is none any more.
-  static bool request(const Fd& fd, Frame* f, std::vector<mcr::peer::Range>* ranges = nullptr) {
-    if (!read_all(fd, f, sizeof *f)) return false;
-    std::string body(f->bytes, '\0');
-    if (!read_all(fd, body.data(), body.size())) return false;
-    if (ranges) ranges->resize(body.size() / sizeof(mcr::peer::Range)), std::memcpy(ranges->data(), body.data(), body.size());
-    return true;
+  // For scripts: a request to read so many bytes; 0: there is none any more.
+  static uint64_t asked(const Fd& fd) {
+    Frame f;
+    if (!read_all(fd, &f, sizeof f)) return 0;
+    std::vector<mcr::peer::Range> ranges(f.bytes / sizeof(mcr::peer::Range));
+    if (!read_all(fd, ranges.data(), f.bytes)) return 0;
+    uint64_t bytes = 0;
+    for (const auto& r : ranges) bytes += r.bytes;
+    return bytes;
   }
+  // The answer to that, but for the bytes.
+  static bool head(const Fd& fd, uint64_t bytes) { return send_all(fd, bytes_of(Frame{0, uint16_t(mcr::peer::Op::kRead), 0, bytes})); }
   static void wait_for_the_end(const Fd& fd) {
     char c;
     while (::recv(fd.get(), &c, 1, 0) > 0) {

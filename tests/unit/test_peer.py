@@ -175,6 +175,21 @@ def test_gone_is_told(client, server):
     assert server.stats()["replicas"] == 0
 
 
+def test_what_is_kept_from_the_pin_on_takes_one_message(client, server):
+    small, large = put(client, b"k" * 100), put(client, b"l" * 100_000)
+    client.listen()
+    events, one = link(server, events=True), link(server)
+    assert [a[0] for a in one.pin([small, large, secrets.token_bytes(16)], 10, keep=True)] == ["inline", "ok", "missing"]
+    assert server.stats()["replicas"] == 1 and server.stats()["requests"] == 1
+    assert one.unpin([large], 10) and server.stats()["replicas"] == 1
+    client.remove([small])
+    kind, key = client.next_event(30)  # the broker was asked to tell
+    assert (kind, key[:16]) == (pool.KIND_GONE, small)
+    server.gone(small)
+    assert events.next_event(30) == small
+    assert server.stats()["replicas"] == 0
+
+
 def test_describe_and_exchange(server):
     server.describe(b"d" * 65536)
     one = link(server)
