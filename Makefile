@@ -19,8 +19,11 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
 	$(MAKE) -j2 --output-sync=target native-test python-test FUZZ_INPUTS=200000
 
+# A process that native code ends says why long before its last line: that is repeated where it is looked for.
 python-test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow"
+	@mkdir -p build
+	@bash -o pipefail -c '$(BIN)/python -m pytest -q -m "not slow" 2>&1 | tee build/python-test.log' \
+	  || { status=$$?; grep -aE "terminate called|what\(\):|Check failed|^Fatal|File .*/tests/" build/python-test.log | tail -n 8; exit $$status; }
 
 test-all: $(STAMP) native-test ## The slow ones too
 	$(BIN)/python -m pytest -q

@@ -84,7 +84,7 @@ class Config:
     mooncake_protocol: str = "tcp"
     """What Mooncake's transfer engine moves bytes with, where it is the transport: `tcp` or `rdma`."""
     rdma_devices: str = ""
-    """Which RDMA devices are used: `device` or `device:port`, with commas between them. Default: all that are up and near."""
+    """Which RDMA devices are used: `device` or `device:port`, with commas between them. Default: all that are up."""
     rdma_traffic_class: int = 0
     """Of RDMA packets: how switches that keep some traffic from being lost know it."""
     cuda_get: str = "as-put"

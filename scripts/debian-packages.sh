@@ -4,6 +4,7 @@
 set -eu
 python=$1
 shift
+PATH=$PATH:/usr/sbin:/sbin  # where Debian has ldconfig and tc
 need=""
 command -v g++ >/dev/null 2>&1 || need="$need g++"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || need="$need python3-venv"

@@ -8,8 +8,11 @@
 #
 # The guest sees this machine's files, and what it writes is gone afterwards, but for the current directory, which it shares. COMMAND
 # runs there as root, with this environment; what it prints comes out here, and its exit status is this script's (124: the time is up,
-# 125: the guest itself failed; its console follows). The guest has the device rxe0 at 198.18.0.1 for both ends of a connection; with
-# -w also rxe1 at 198.18.1.NUMBER, on eth0. There is no way out of it. Kernel and boot image are kept in ~/.cache/mooncake-ray-vm.
+# 125: the guest itself failed; its console comes before either). How long all took is said at the end. The guest has the device rxe0 at
+# 198.18.0.1 for both ends of a connection; with -w also rxe1 at 198.18.1.NUMBER, on eth0. There is no way out of it.
+#
+# What is missing is installed: QEMU, what makes a boot image, and what the guest uses for RDMA. Kernel and boot image are kept in
+# ~/.cache/mooncake-ray-vm. All of that has ten minutes.
 set -euo pipefail
 
 die() {
@@ -18,6 +21,7 @@ die() {
 }
 
 memory=4096 cpus=2 limit=300 wire=
+setup_limit=600 begin=$SECONDS
 while getopts m:c:t:w: option; do
   case $option in
     m) memory=$OPTARG ;;
@@ -38,6 +42,14 @@ as_root() {
   if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
 }
 
+# For apt, which waits long for a mirror, and for as long as it takes for another apt.
+in_time() {
+  local code=0
+  as_root timeout -k 5 "$setup_limit" env DEBIAN_FRONTEND=noninteractive "$@" || code=$?
+  [ "$code" -ne 124 ] || die 125 "not done after $setup_limit s: $*"
+  return "$code"
+}
+
 packages() {
   local wanted=(qemu-system-x86 busybox-static cpio kmod iproute2 python3-minimal rdma-core ibverbs-providers
     python3-pyverbs) name missing=()
@@ -45,18 +57,21 @@ packages() {
     dpkg-query -W -f '${Status}' "$name" 2>/dev/null | grep -q 'ok installed' || missing+=("$name")
   done
   [ ${#missing[@]} -gt 0 ] || return 0
-  as_root apt-get update -qq
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
+  echo "rdma-vm: installs ${missing[*]}" >&2
+  in_time apt-get update -qq
+  in_time apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
 }
 
 # Debian's own kernel, taken out of its package: the plain image, which boots sooner than the compressed one, and the drivers.
 kernel() {
   local work package version driver path
   work=$(mktemp -d "$cache/kernel.XXXXXX")
-  as_root apt-get update -qq
+  in_time apt-get update -qq
   package=$(apt-cache depends linux-image-amd64 | awk '$1 == "Depends:" { print $2; exit }')
+  [ -n "$package" ] || die 125 "apt knows no kernel (linux-image-amd64)"
+  echo "rdma-vm: gets $package" >&2
   version=${package#linux-image-}
-  (cd "$work" && apt-get download -qq -o APT::Sandbox::User=root "$package" && dpkg-deb -x ./*.deb .)
+  (cd "$work" && in_time apt-get download -qq -o APT::Sandbox::User=root "$package" && dpkg-deb -x ./*.deb .)
   depmod -b "$work" "$version"
   mkdir "$work/drivers"
   for driver in "${drivers[@]}"; do
@@ -127,8 +142,11 @@ device() { # NAME INTERFACE MTU ADDRESS
 ip link add roce0 type dummy
 device rxe0 roce0 9000 198.18.0.1
 [ -z "$number" ] || device rxe1 eth0 4200 "198.18.1.$number"
+read -r up _ </proc/uptime
 /bin/bash "$job/command"
-echo $? >"${ports[1]}"
+code=$?
+read -r over _ </proc/uptime
+echo "$code" "${up%.*}" "$((${over%.*} - ${up%.*}))" >"${ports[1]}"
 sync
 busybox poweroff -f
 EOF
@@ -137,12 +155,13 @@ EOF
 mkdir -p "$cache"
 drivers_id=$(echo "${drivers[*]}" | cksum | cut -d' ' -f1)
 {
-  flock 9 # two that start at once, on a new machine
+  flock -w "$setup_limit" 9 || die 125 "another one is still at work on $cache after $setup_limit s" # two that start at once, on a new machine
   packages
   [ -e "$cache/vmlinux-$drivers_id" ] || kernel
   [ -e "$image" ] || boot_image
 } 9>"$cache/lock"
 
+started=$SECONDS
 job=$(mktemp -d /tmp/rdma-vm.XXXXXX)
 qemu=
 trap '[ -z "$qemu" ] || kill "$qemu"; rm -r "$job"' EXIT
@@ -165,10 +184,11 @@ fi
 mkfifo "$job/output"
 exec 3<>"$job/output"
 cat "$job/output" 3>&- &
+# no_timer_check: an emulated timer may be late, on a busy machine, and the kernel takes it for broken.
 timeout -k 5 "$limit" qemu-system-x86_64 -accel tcg -cpu max,la57=off -smp "$cpus" -m "$memory" \
   -nodefaults -no-user-config -display none -no-reboot "${net[@]}" \
   -kernel "$cache/vmlinux-$drivers_id" -initrd "$image" \
-  -append "console=ttyS0 quiet panic=-1 mitigations=off job=$job" -serial "file:$job/console" \
+  -append "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check job=$job" -serial "file:$job/console" \
   -device virtio-serial \
   -chardev "file,id=output,path=$job/output" -device virtserialport,chardev=output \
   -chardev "file,id=status,path=$job/status" -device virtserialport,chardev=status \
@@ -180,9 +200,11 @@ wait "$qemu" || code=$?
 qemu=
 exec 3>&-
 wait
-[ "$code" -ne 124 ] || die 124 "not done after $limit s"
-if [ ! -s "$job/status" ]; then
-  cat "$job/console" >&2
-  exit 125
+if [ "$code" -eq 124 ] || [ ! -s "$job/status" ]; then
+  [ ! -e "$job/console" ] || tail -n 50 "$job/console" >&2
+  [ "$code" -ne 124 ] || die 124 "not done after $limit s: $*"
+  die 125 "the guest came to no end (QEMU: $code)"
 fi
-exit "$(cat "$job/status")"
+read -r code booted took <"$job/status"
+echo "rdma-vm: set up in $((started - begin)) s, booted in $booted s, at work for $took s: status $code" >&2
+exit "$code"

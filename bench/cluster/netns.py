@@ -95,6 +95,12 @@ def unavailable() -> str:
     return done.stderr.strip() or f"unshare ended with {done.returncode}" if done.returncode else ""
 
 
+def _environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """With the commands of administrators (`tc` is one) within reach, as they are not for everybody."""
+    env = dict(os.environ if env is None else env)
+    return env | {"PATH": f"{env.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
+
+
 def _rights() -> list[str]:
     return [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
 
@@ -193,7 +199,7 @@ class Host:
 
     def popen(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
         """Starts a command on this host; the arguments are those of `subprocess.Popen`. Its pid is that of a process that waits for it."""
-        return subprocess.Popen(self.command(command), env=env, **options)
+        return subprocess.Popen(self.command(command), env=_environment(env), **options)
 
     def run(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = _COMMAND_S, check: bool = True
@@ -204,7 +210,7 @@ class Host:
             NetworkError: it failed, and `check` is set; says what it said.
             subprocess.TimeoutExpired: it took longer; it is killed.
         """
-        done = subprocess.run(self.command(command), env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(self.command(command), env=_environment(env), capture_output=True, text=True, timeout=timeout_s, check=False)
         if check and done.returncode:
             words = " ".join(command)
             raise NetworkError(f"status {done.returncode} on host {self.number}: {words}\n{done.stdout[-_SAID:]}{done.stderr[-_SAID:]}")
@@ -279,7 +285,9 @@ class Host:
         self._link = Link()
         for holder, device in ((self._hub, self._port), (self._holder, "eth0")):
             for old in ("root", "clsact"):
-                subprocess.run([*holder.enter("net"), "tc", "qdisc", "del", "dev", device, old], capture_output=True, check=False)
+                subprocess.run(
+                    [*holder.enter("net"), "tc", "qdisc", "del", "dev", device, old], env=_environment(), capture_output=True, check=False
+                )
         try:
             _tc(self._hub, [*link.qdiscs(self._port), *link.filters(self._port)])
             _tc(self._holder, link.qdiscs("eth0"))
@@ -300,7 +308,9 @@ def _tc(holder: _Holder, lines: Iterable[str]) -> None:
 
 
 def _checked(holder: _Holder, command: Sequence[str], text: str) -> None:
-    done = subprocess.run([*holder.enter("net"), *command], input=text, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    done = subprocess.run(
+        [*holder.enter("net"), *command], input=text, env=_environment(), capture_output=True, text=True, timeout=_COMMAND_S, check=False
+    )
     if done.returncode:
         raise NetworkError(f"{command[0]} refused: {done.stderr.strip()}\n{text}")
 
@@ -352,7 +362,7 @@ class Network:
         """The kernel takes a dead host's network apart when it has time."""
         command = [*self._hub.enter("net"), "ip", "link", "show", port]
         end = time.monotonic() + _START_S
-        while subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        while subprocess.run(command, env=_environment(), capture_output=True, check=False).returncode == 0:
             if time.monotonic() > end:
                 raise NetworkError(f"the link {port} of a dead host is still there after {_START_S} s")
             time.sleep(0.02)

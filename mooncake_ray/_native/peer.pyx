@@ -32,6 +32,11 @@ cdef extern from "pool/client.h" namespace "mcr" nogil:
     cdef cppclass CClient "mcr::Client":
         pass
 
+cdef extern from "<string_view>" namespace "std" nogil:
+    cdef cppclass string_view:
+        const char* data()
+        size_t size()
+
 cdef extern from "peer/link.h" namespace "mcr::peer" nogil:
     cdef enum class Code(uint16_t):
         kOk
@@ -42,7 +47,8 @@ cdef extern from "peer/link.h" namespace "mcr::peer" nogil:
     cdef cppclass Pinned:
         Code code
         uint64_t region, offset, size, available
-        string inlined, source
+        string_view inlined
+        string source
     cdef cppclass Piece:
         uint64_t region, offset, local, bytes
     cdef cppclass LinkOptions "mcr::peer::Link::Options":
@@ -55,7 +61,7 @@ cdef extern from "peer/link.h" namespace "mcr::peer" nogil:
         const string& pool_id()
         const string& peer()
         string describe(int64_t timeout_ns) except +mcr_raise_peer
-        vector[Pinned] pin(const vector[ObjectId]& ids, int64_t timeout_ns, const string& bad, cbool inlined) except +mcr_raise_peer
+        vector[Pinned] pin(const vector[ObjectId]& ids, int64_t timeout_ns, const string& bad, cbool inlined, cbool kept) except +mcr_raise_peer
         uint64_t wait(ObjectId id, uint64_t beyond, int64_t timeout_ns) except +mcr_raise_peer
         cbool unpin(const vector[ObjectId]& ids, int64_t timeout_ns, cbool kept) except +mcr_raise_peer
         string exchange(const string& transport, const string& blob, int64_t timeout_ns) except +mcr_raise_peer
@@ -253,11 +259,11 @@ cdef class Server:
 
 
 cdef class Link:
-    """One connection to a peer's server. Threads take turns. After any error it is closed.
+    """One connection to a peer's server. Threads take turns. After any error it is closed, but after EINVAL, EOPNOTSUPP and ValueError.
 
     Raises:
         PeerLostError: the connection ended, or what came makes no sense.
-        TransportError: with `errno` ETIMEDOUT the deadline passed; EINVAL: the peer has no such range.
+        TransportError: with `errno` ETIMEDOUT the deadline passed; EINVAL: the peer has no such range; EOPNOTSUPP: nobody answers there.
         ValueError: what is asked exceeds a limit.
     """
     cdef unique_ptr[CLink] l
@@ -305,12 +311,14 @@ cdef class Link:
             text = self.l.get().describe(ns)
         return <bytes>text
 
-    def pin(self, ids, timeout_s, *, str bad_source="", bint inline=True):
+    def pin(self, ids, timeout_s, *, str bad_source="", bint inline=True, bint keep=False):
         """Pins objects at the peer, at most 4096.
 
         Args:
             bad_source: "host:port" that an earlier call named as source, and that failed: it is not named again.
             inline: Objects up to 64 KiB may come with the reply, and are not pinned then.
+            keep: This process keeps a replica of each that comes inline, as `unpin(kept=True)` would say: no more calls are needed for those.
+                What is pinned is not kept by this.
 
         Returns:
             An id each `(status, region, offset, nbytes, available, bytes or None, source)`. Status: "ok"; "inline": the bytes are there;
@@ -323,11 +331,12 @@ cdef class Link:
         cdef vector[Pinned] all
         cdef size_t i
         with nogil:
-            all = self.l.get().pin(v, ns, bad, inline)
+            all = self.l.get().pin(v, ns, bad, inline, keep)
         out = []
         for i in range(all.size()):
             out.append((_STATUS[<int>all[i].code], all[i].region, all[i].offset, all[i].size, all[i].available,
-                        <bytes>all[i].inlined if all[i].code == Code.kInline else None, (<bytes>all[i].source).decode(errors="replace")))
+                        PyBytes_FromStringAndSize(all[i].inlined.data(), all[i].inlined.size()) if all[i].code == Code.kInline else None,
+                        (<bytes>all[i].source).decode(errors="replace")))
         return out
 
     def wait(self, bytes id, uint64_t beyond, timeout_s):

@@ -60,6 +60,7 @@ cdef extern from "verbs/plan.h" namespace "mcr::verbs" nogil:
     cdef cppclass Piece:
         uint64_t address, bytes
         vector[uint32_t] keys
+        uint64_t near
     cdef cppclass Region:
         uint64_t address, bytes
         vector[Piece] pieces
@@ -87,7 +88,10 @@ cdef extern from "verbs/rails.h" namespace "mcr::verbs" nogil:
         @staticmethod
         shared_ptr[CRails] open(const vector[PortName]& ports) except +mcr_verbs_raise
         size_t size()
-        vector[uint32_t] add(uint64_t address, uint64_t n) except +mcr_verbs_raise
+        vector[uint32_t] add(uint64_t address, uint64_t n, uint64_t near) except +mcr_verbs_raise
+        vector[uint32_t] add_dmabuf(int file, uint64_t offset, uint64_t address, uint64_t n, uint64_t near) except +mcr_verbs_raise
+        void remove(uint64_t address) except +mcr_verbs_raise
+    int c_memory_node "mcr::verbs::memory_node"(uint64_t address)
     vector[string] c_device_names "mcr::verbs::device_names"() except +mcr_verbs_raise
 
 cdef extern from "verbs/queues.h" namespace "mcr::verbs" nogil:
@@ -149,6 +153,24 @@ def device_names():
     with nogil:
         names = c_device_names()
     return [(<bytes>n).decode() for n in names]
+
+
+def memory_node(uint64_t address):
+    """The NUMA node that the memory at an address is bound to, or prefers. -1: none, or several. Touches no page."""
+    return c_memory_node(address)
+
+
+cdef uint64_t _set(rails) except? 0:
+    """Of rails, by number; None: all. Those from 64 on are in every set."""
+    if rails is None:
+        return <uint64_t>-1
+    cdef uint64_t out = 0
+    for rail in rails:
+        if rail < 0:
+            raise ValueError(f"there is no rail {rail}")
+        if rail < 64:
+            out |= <uint64_t>1 << <int>rail
+    return out
 
 
 cdef vector[size_t] _on(rails, size_t size) except *:
@@ -218,12 +240,27 @@ cdef class Rails:
             })
         return out
 
-    def register(self, uint64_t address, uint64_t nbytes):
-        """Pins that memory and lets peers read it. Returns their keys, one a rail. Raises RegistrationError."""
+    def register(self, uint64_t address, uint64_t nbytes, near=None):
+        """Pins that memory and lets peers read it. `near`: the rails that are near to it (None: all), which then read into it. Returns the
+        keys for peers, one a rail. Raises RegistrationError."""
         cdef vector[uint32_t] keys
+        cdef uint64_t rails = _set(near)
         with nogil:
-            keys = self.c.get().add(address, nbytes)
+            keys = self.c.get().add(address, nbytes, rails)
         return keys
+
+    def register_dmabuf(self, int fd, uint64_t offset, uint64_t address, uint64_t nbytes, near=None):
+        """Like `register`, for another device's memory, which begins at `offset` of that dma-buf. Borrows the descriptor."""
+        cdef vector[uint32_t] keys
+        cdef uint64_t rails = _set(near)
+        with nogil:
+            keys = self.c.get().add_dmabuf(fd, offset, address, nbytes, rails)
+        return keys
+
+    def unregister(self, uint64_t address):
+        """Takes back one `register`, of memory that no peer was told of. Does nothing for what was not registered."""
+        with nogil:
+            self.c.get().remove(address)
 
 
 cdef class Responder:
@@ -270,12 +307,14 @@ cdef class Reader:
             self.c.get().connect(queue, far, e, key)
 
     def set_regions(self, regions, size_t keys):
-        """What the peer has: `{region: (address, nbytes, [(address, nbytes, keys), ...])}`, with so many keys a piece."""
+        """What the peer has: `{region: (address, nbytes, [(address, nbytes, keys), ...], near)}`, with so many keys a piece, and the numbers
+        of the peer's rails that are near to it."""
         cdef CRegions all
         cdef Region region
         cdef Piece piece
-        for number, (address, nbytes, pieces) in regions.items():
+        for number, (address, nbytes, pieces, near) in regions.items():
             region.address, region.bytes = address, nbytes
+            piece.near = _set(near)
             region.pieces.clear()
             end = address
             for at, n, rkeys in pieces:

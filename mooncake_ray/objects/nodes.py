@@ -1,13 +1,14 @@
 """Every node's engine as a Ray actor, and where they are: a directory in Ray's key-value store.
 
 The first process that needs a pool of another node, and every process that joins the pool of a node in a cluster of several, sees to it that
-each node has its service. A service belongs to one job and ends with it. The secret with which engines know each other is made by the first
-and lies in Ray's store as well: who may use the Ray cluster may use the pools.
+each node has its service. A service belongs to one job, and ends with it, or later, with the last process that uses its node's pool. The
+secret with which engines know each other is made by the first and lies in Ray's store as well: who may use the Ray cluster may use the pools.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -22,10 +23,9 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake_ray.config import Config
-from mooncake_ray.errors import MooncakeRayError
+from mooncake_ray.errors import BrokerDiedError, MooncakeRayError
 from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
-from mooncake_ray.transfer.door import door_name
 
 __all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "reports", "services", "start_with"]
 
@@ -60,11 +60,11 @@ _homes: dict[bytes, str] = {}
 
 
 def node_of(pool_id: bytes) -> str | None:
-    """ID of the node that has that pool, dead or alive; None where no service serves it. Thread-safe."""
-    if pool_id not in _homes:
+    """ID of the node that has that pool, dead or alive; None where no service ever served it. Thread-safe."""
+    if (found := _homes.get(pool_id)) is None:
         for key in internal_kv._internal_kv_list(_ENGINE + pool_id.hex().encode(), namespace=_SPACE):
-            _homes[pool_id] = _parsed(key)[1][0]  # for good: a pool never moves
-    return _homes.get(pool_id)
+            found = _homes[pool_id] = _parsed(key)[1][0]  # a pool never moves
+    return found
 
 
 class RayDirectory:
@@ -125,7 +125,8 @@ def _parsed(key: bytes) -> tuple[bytes, tuple[str, Endpoint]]:
 
 
 class NodeService:
-    """The actor: keeps an engine on its node for as long as the job lasts. A broker that dies gets a new engine with the next."""
+    """The actor: keeps an engine on its node for as long as the job lasts, or anything that uses the pool: what is detached from the job (Ray
+    Serve's replicas, say) keeps it. A broker that dies gets a new engine with the next."""
 
     def __init__(self, scope: str, settings: dict[str, Any], job: str) -> None:
         from mooncake_ray.transfer.engine import Engine
@@ -149,7 +150,7 @@ class NodeService:
         before = self._engine.client if self._engine is not None else None
         client = node.connect(self._name, self._config, watch_pid=raylet_pid(self._node), log=log, before=before)
         directory = RayDirectory()
-        engine = self._engine_class(client, door_name(self._name), directory, _secret(), self._host, self._config)
+        engine = self._engine_class(client, self._name, directory, _secret(), self._host, self._config)
         directory.own = engine.endpoint
         self._engine = engine
         stale = [key for key in internal_kv._internal_kv_list(_ENGINE, namespace=_SPACE) if _parsed(key)[1][0] == self._node_id]
@@ -172,7 +173,7 @@ class NodeService:
             here.exporter.service = lambda: self._engine.report()
 
     def _watch(self) -> None:
-        while not self._job_is_over():
+        while not self._job_is_over() or self._is_used():
             if not self._engine.over.wait(_JOB_CHECK_S):
                 continue
             self._engine.close()
@@ -192,6 +193,14 @@ class NodeService:
             logger.debug("mooncake_ray: the job cannot be asked for: %s", e)
             return False
         return all(info.is_dead for info in jobs.values())
+
+    def _is_used(self) -> bool:
+        """Whether other processes use this node's pool: actors that outlive the job, or those of another one."""
+        try:
+            sessions = json.loads(self._engine.client.stats())["sessions"]
+        except BrokerDiedError:
+            return True  # and there is another one soon
+        return any(row["pid"] != os.getpid() for row in sessions)
 
     def report(self) -> dict[str, Any]:
         """What the engine says of itself, and the node's ID."""

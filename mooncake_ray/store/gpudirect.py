@@ -1,6 +1,6 @@
-"""GPU memory that a network card reads and writes by itself: exported by CUDA as a dma-buf, registered with a verbs device.
+"""GPU memory that a network card reads and writes by itself: exported by CUDA as a dma-buf, registered with the RDMA ports.
 
-Both libraries are loaded when they are first needed; `unsupported` says what is missing.
+CUDA is loaded when it is first needed; `unsupported` says what is missing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import errno
 import functools
 import mmap
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mooncake_ray.errors import RegistrationError
 
-__all__ = ["Registered", "export", "register", "span", "unsupported"]
+__all__ = ["export", "register", "span", "unsupported"]
 
 _DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_…
 _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_…
-LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = 1, 2, 4  # IBV_ACCESS_…
+_PEER_MEMORY = Path("/sys/module/nvidia_peermem")
 
 
 @functools.cache
@@ -27,35 +28,8 @@ def _cuda() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@functools.cache
-def _verbs() -> Any:
-    lib = ctypes.CDLL("libibverbs.so.1", use_errno=True)
-    lib.ibv_reg_dmabuf_mr.restype = ctypes.POINTER(_Mr)
-    lib.ibv_reg_dmabuf_mr.argtypes = [
-        ctypes.c_void_p,  # struct ibv_pd *
-        *(ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64),  # offset, length, iova
-        *(ctypes.c_int, ctypes.c_int),  # fd, access
-    ]
-    lib.ibv_dereg_mr.argtypes = [ctypes.POINTER(_Mr)]
-    return lib
-
-
-class _Mr(ctypes.Structure):
-    """struct ibv_mr"""
-
-    _fields_ = [
-        ("context", ctypes.c_void_p),
-        ("pd", ctypes.c_void_p),
-        ("addr", ctypes.c_void_p),
-        ("length", ctypes.c_size_t),
-        ("handle", ctypes.c_uint32),
-        ("lkey", ctypes.c_uint32),
-        ("rkey", ctypes.c_uint32),
-    ]
-
-
 def unsupported(device: int = 0) -> str:
-    """Why memory of that CUDA device cannot be registered; "" if it can be, as far as the libraries say. Creates no CUDA context."""
+    """Why memory of that CUDA device cannot be exported; "" if it can be, as far as the driver says. Creates no CUDA context."""
     try:
         cuda = _cuda()
     except OSError as e:
@@ -70,12 +44,6 @@ def unsupported(device: int = 0) -> str:
             return f"{name} for device {device}: CUDA error {code}"
     if not value.value:
         return f"device {device} exports no dma-buf (it needs the open kernel modules, and Linux 5.12)"
-    try:
-        _verbs()
-    except OSError as e:
-        return f"no libibverbs: {e}"
-    except AttributeError:
-        return "libibverbs has no ibv_reg_dmabuf_mr (it came with rdma-core 34)"
     return ""
 
 
@@ -102,37 +70,26 @@ def export(address: int, nbytes: int) -> int:
     return fd.value
 
 
-@dataclass
-class Registered:
-    """Device memory that a verbs device knows. `close` it before the memory is freed."""
-
-    lkey: int
-    rkey: int
-    _mr: Any
-
-    def close(self) -> None:
-        """Idempotent."""
-        mr, self._mr = self._mr, None
-        if mr is not None and (code := _verbs().ibv_dereg_mr(mr)):
-            raise RegistrationError(f"{os.strerror(code)}", "ibv_dereg_mr", code)
-
-
-def register(pd: int, address: int, nbytes: int, access: int = LOCAL_WRITE | REMOTE_READ) -> Registered:
-    """Registers device memory. Work requests name it by its own address.
+def register(rails: Any, device: int, address: int, nbytes: int, near: Sequence[int] | None = None) -> list[int]:
+    """Registers memory of a CUDA device with all of a process's RDMA ports: as a dma-buf, or else, where the driver's own module for that is
+    loaded, by its address. The memory must stay allocated as long as it is registered.
 
     Args:
-        pd: Address of a `struct ibv_pd`.
+        rails: A `_native.verbs.Rails`.
+        near: As `Rails.register` takes it; as is what it returns.
 
     Raises:
-        RegistrationError: CUDA or the verbs device refuses.
+        RegistrationError: neither way is there (EOPNOTSUPP), or CUDA or a port refuses.
     """
+    why = unsupported(device)
+    if why and _PEER_MEMORY.exists():
+        return rails.register(address, nbytes, near)
+    if why:
+        text = f"{nbytes} bytes of CUDA device {device} cannot be registered: {why}; and {_PEER_MEMORY.name} is not loaded"
+        raise RegistrationError(text, "register", errno.EOPNOTSUPP)
     start, length = span(address, nbytes)
     fd = export(start, length)
     try:
-        mr = _verbs().ibv_reg_dmabuf_mr(pd, address - start, nbytes, address, fd, access)
+        return rails.register_dmabuf(fd, address - start, address, nbytes, near)
     finally:
         os.close(fd)  # the registration has its own
-    if not mr:
-        code = ctypes.get_errno() or errno.EOPNOTSUPP
-        raise RegistrationError(f"{os.strerror(code)} for {nbytes} bytes of device memory", "ibv_reg_dmabuf_mr", code)
-    return Registered(mr.contents.lkey, mr.contents.rkey, mr)

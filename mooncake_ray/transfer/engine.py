@@ -15,10 +15,11 @@ from mooncake_ray.counters import snapshot
 from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, RegistrationError, TransportUnavailableError
 from mooncake_ray.transfer.claims import SUBJECT, Claims
 from mooncake_ray.transfer.directory import Directory, Endpoint
-from mooncake_ray.transfer.door import Doorkeeper
-from mooncake_ray.transfer.peers import Peers
+from mooncake_ray.transfer.door import Doorkeeper, door_name
+from mooncake_ray.transfer.peers import DESCRIBE, Peers
 from mooncake_ray.transfer.pulls import Puller
 from mooncake_ray.transport import Memory, Transport, get_transport
+from mooncake_ray.transport.shm import Shm
 
 __all__ = ["COUNTED", "Engine"]
 
@@ -35,8 +36,8 @@ _TAKEN = b"\1"
 class Engine:
     """Lives as long as its broker. Thread-safe."""
 
-    def __init__(self, client: pool.Client, door: str, directory: Directory, secret: bytes, host: str, config: Config) -> None:
-        """Serves the client's pool at `host`, any port, and this node's processes at `door`.
+    def __init__(self, client: pool.Client, broker: str, directory: Directory, secret: bytes, host: str, config: Config) -> None:
+        """Serves the client's pool, which that broker has, at `host`, any port, and this node's processes at its door.
 
         Raises:
             OSError: EADDRINUSE: another engine has the door.
@@ -48,7 +49,7 @@ class Engine:
         self._closing = False
         self._registered: set[int] = set()
         self._registering = threading.Lock()
-        self.transports = _transports(config, host)
+        self.transports = _transports(config, host, broker, client.pool_id)
         self.server = native.Server(client, host, 0, secret)
         self.endpoint = Endpoint(host, self.server.port)
         try:
@@ -59,7 +60,7 @@ class Engine:
             self.puller = Puller(client, self.server, self.peers, directory, self._has_arena)
             self.claims = Claims(client, self.peers)
             self.peers.on_gone, self.peers.on_back, self.peers.on_lost = self.puller.gone, self.puller.back, self._lost
-            self._door = Doorkeeper(door, self.puller.pull, self.puller.read, lambda id: client.remove([id]), self.report)
+            self._door = Doorkeeper(door_name(broker), self.puller.pull, self.puller.read, lambda id: client.remove([id]), self.report)
         except BaseException:
             self._close_transports()
             raise
@@ -71,8 +72,8 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
-    def register(self) -> None:
-        """Has every transport know every arena, and peers what the transports say of themselves."""
+    def register(self) -> bytes:
+        """Has every transport know every arena, and peers what the transports say of themselves, which it returns."""
         with self._registering:
             for index, address, _, nbytes, fd in self.client.arenas():
                 if index in self._registered:
@@ -87,14 +88,16 @@ class Engine:
                         del self.transports[name]  # what peers read by it already ends with an error, and is read by another one
                         transport.close()
                 self._registered.add(index)
-            self.server.describe(json.dumps({name: t.describe() for name, t in self.transports.items()}).encode())
+            description = json.dumps({name: t.describe() for name, t in self.transports.items()}).encode()
+            self.server.describe(description)
+            return description
 
     def report(self) -> dict[str, Any]:
         """What an operator wants to know; JSON can hold it.
 
         `endpoint`, `transports` that are offered, `peers` (the transport that reads from each; "" before the first read). Of the server, now:
-        `connections`, `sessions`, `pins`, `offers` (what is being received, and served meanwhile), `replicas_elsewhere`, `claims_elsewhere` (of
-        objects here, by processes of other nodes); since its start:
+        `connections`, `sessions`, `pins`, `offers` (what is being received, and served meanwhile), `replicas_elsewhere`. Of objects here:
+        `replicas_here`, from pools that still are; `claims_elsewhere`, those whose owners are on other nodes. Of the server since its start:
         `bytes_sent` (by it: what is read by RDMA it cannot count), `requests`, `refused` connections. Of the puller, since the process
         started: the numbers in `COUNTED`.
         """
@@ -104,6 +107,7 @@ class Engine:
             "endpoint": str(self.endpoint),
             "transports": sorted(self.transports),
             "peers": self.peers.report(),
+            "replicas_here": self.puller.replicas(),
             "claims_elsewhere": self.claims.count(),
             **served,
             **dict.fromkeys(COUNTED, 0),
@@ -170,6 +174,9 @@ class Engine:
                     self.claims.receive(blob)
                     self.server.answer(session, _TAKEN)
                     continue
+                if name == DESCRIBE:
+                    self.server.answer(session, self.register())
+                    continue
                 if name not in self.transports:
                     raise TransportUnavailableError(f"this node does not offer {name!r}; it offers {sorted(self.transports)}")
                 answer = self.transports[name].accept(session, blob)
@@ -179,7 +186,7 @@ class Engine:
             self.server.answer(session, answer)
 
 
-def _transports(config: Config, host: str) -> dict[str, Transport]:
+def _transports(config: Config, host: str, broker: str, pool_id: bytes) -> dict[str, Transport]:
     """Those that this node offers, ready to be told of memory."""
     wanted = _OFFERED if config.transport == "auto" else ("tcp", config.transport)
     out: dict[str, Transport] = {}
@@ -192,7 +199,7 @@ def _transports(config: Config, host: str) -> dict[str, Transport]:
             continue
         why = cls.unavailable(config)
         if not why:
-            out[name] = cls(config, host)
+            out[name] = cls(config, host, broker=broker, pool_id=pool_id) if cls is Shm else cls(config, host)
         elif name == config.transport:
             raise TransportUnavailableError(f"the transport {name!r}, which was asked for, cannot be used on this node: {why}")
         else:

@@ -29,10 +29,12 @@ from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transport import Connection, Peer, Transport, choose
 
-__all__ = ["Node", "Peers", "Pinned"]
+__all__ = ["DESCRIBE", "Node", "Peers", "Pinned"]
 
 logger = logging.getLogger("mooncake_ray")
 
+DESCRIBE = "describe"
+"""Name of the exchange by which an engine is asked what its transports say of themselves, once they know all memory that there is."""
 _NOT_YET_S = 0.002  # between two questions for an object that is being sealed
 _CONNECT_S = 5.0
 _POLL_S = 1.0
@@ -216,6 +218,7 @@ class Node:
             there[name],
             exchange=lambda blob: self._exchange(name, blob, timeout_s),
             link=lambda: self._dial(_CONNECT_S),
+            redescribe=lambda: json.loads(self._exchange(DESCRIBE, b"", _CONNECT_S))[name],
         )
         fresh = self._peers.transports[name].connect(peer, timeout_s)
         logger.info("mooncake_ray: reads from %s by %s", self.endpoint, name)

@@ -110,6 +110,11 @@ class Puller:
                 flight.gone = True
         self._client.unclaim(pool.KIND_REPLICA, id)
 
+    def replicas(self) -> int:
+        """Of objects in pools that are not lost."""
+        with self._lock:
+            return len(self._replicas)
+
     def dropped(self, id: bytes) -> None:
         """The object ceased to exist in this pool, if it was a replica."""
         with self._lock:
@@ -132,12 +137,20 @@ class Puller:
         """Copies the object from its home, or if that is dead, from whoever has it."""
         what = f"object {id.hex()} of pool {pool_id.hex()[:8]}"
 
+        def attempt(node: Node) -> pool.Pin:
+            try:
+                return self._copy(node, id, deadline)
+            except ObjectExistsError:
+                with contextlib.suppress(ObjectNotFoundError, ObjectLostError):  # it was here before anybody asked
+                    return self._client.get(id, deadline.left(what))
+                raise
+
         try:
-            return self._at_home(pool_id, what, deadline, lambda node: self._copy(node, id, deadline))
+            return self._at_home(pool_id, what, deadline, attempt)
         except ObjectLostError:
             for endpoint in self._directory.others():
-                with contextlib.suppress(ObjectNotFoundError, ObjectLostError, TransportError):
-                    return self._copy(self._peers.of(endpoint), id, deadline)
+                with contextlib.suppress(ObjectExistsError, ObjectNotFoundError, ObjectLostError, TransportError):
+                    return attempt(self._peers.of(endpoint))
             raise
 
     def _at_home(self, pool_id: bytes, what: str, deadline: Deadline, attempt: Callable[[Node], T]) -> T:

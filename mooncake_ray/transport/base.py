@@ -3,13 +3,22 @@
 One `Transport` serves one process: it is told of that process's memory, says what a peer must know to read it, and connects to peers. A
 `Connection` reads. Nobody writes into a peer. Which objects the bytes belong to, and that they stay what they are meanwhile, is the business
 of whoever pins them.
+
+Memory comes later, too: a pool grows by arenas. For connections that are there already, it takes
+- of the reader: `register` before the first read into it;
+- of the peer: `register` before anybody is told of bytes in it, or else when it is asked for its description again: look for memory that
+  came, register it, and only then answer with what `describe` says now;
+- of whoever connects the two: a `Peer.redescribe` that asks so. Loopback, shm and tcp do without (the memory comes from the peer's broker or
+  server), verbs and mooncake call it once in a read that names a region they have not heard of, and refuse the range (EINVAL) if the
+  peer does not know it either.
 """
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Container, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -25,6 +34,7 @@ __all__ = [
     "LOCAL",
     "OFFSET",
     "REGION",
+    "BaseTransport",
     "Connection",
     "Memory",
     "Peer",
@@ -51,6 +61,8 @@ class Memory:
     nbytes: int
     fd: int = -1
     """The memory's file, if it has one; only borrowed."""
+    device: int = -1
+    """The CUDA device whose memory it is, by number; -1: this machine's. Only verbs takes a device's."""
 
     def __post_init__(self) -> None:
         if self.region < 0 or self.address <= 0 or self.nbytes <= 0:
@@ -78,7 +90,9 @@ class Peer:
     link: Callable[[], Any] = _no_link
     """Opens one more authenticated stream to that process (`_native.peer.Link`), which the caller closes. Raises TransportError."""
     redescribe: Callable[[], Mapping[str, Any]] | None = None
-    """Asks anew for `description`: how a connection learns of memory that was registered after it was made. Raises TransportError."""
+    """Asks the peer anew for `description`, as it is now: how a connection learns of memory that was registered after it was made. Called
+    by threads that read, one at a time for a connection; has a deadline of its own. Raises TransportError, which ends that read and leaves
+    the connection as it is. None: memory that came later cannot be read (EINVAL)."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -103,8 +117,8 @@ class Connection(Protocol):
             TransportError: a range is not inside the peer's memory (`errno` EINVAL), the deadline passed (ETIMEDOUT), or something else failed.
             PeerLostError: the peer is gone, or the connection is.
 
-        After an error any of the ranges' local bytes may have been written, and none outside them. After an error other than EINVAL the
-        connection is closed.
+        After an error any of the ranges' local bytes may have been written, and none outside them. After an error other than EINVAL, and
+        other than one of `Peer.redescribe`, the connection is closed.
         """
         ...
 
@@ -133,7 +147,8 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a peer needs to connect: goes through JSON. Grows as memory is registered."""
+        """What a peer needs to connect, and to read what is registered by now: goes through JSON. Grows as memory is registered, and what
+        was said before stays true."""
         ...
 
     def accept(self, session: int, blob: bytes) -> bytes:
@@ -153,12 +168,77 @@ class Transport(Protocol):
         ...
 
 
-def check_registration(memory: Memory, known: Container[int], is_open: bool) -> None:
-    """Raises RegistrationError where a transport is closed (EBADF), or knows that region (EEXIST)."""
-    if not is_open:
-        raise RegistrationError("this transport is closed", "register", errno.EBADF)
-    if memory.region in known:
-        raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+class BaseTransport:
+    """What transports have in common: regions that are registered once, peers that have nothing to exchange, and connections that end with
+    the transport. See `Transport`; what is left to others begins with an underscore."""
+
+    name: ClassVar[str]
+    takes_devices: ClassVar[bool] = False
+    """Whether memory of CUDA devices can be registered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._memory: dict[int, Memory] = {}
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def _register(self, memory: Memory) -> None:
+        """Has the device know it. Under the lock. Raises RegistrationError."""
+
+    def _connect(self, peer: Peer, timeout_s: float) -> Connection:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Lets go of all memory. Under the lock, once every connection is closed."""
+
+    def register(self, memory: Memory) -> None:
+        with self._lock:
+            self._check_registration(memory)
+            self._register(memory)
+            self._memory[memory.region] = memory
+
+    def accept(self, session: int, blob: bytes) -> bytes:
+        raise TransportError(f"{self.name} has nothing to exchange", "exchange", errno.EOPNOTSUPP)
+
+    def ended(self, session: int) -> None:
+        pass
+
+    def connect(self, peer: Peer, timeout_s: float) -> Connection:
+        self._check_open()
+        connection = self._connect(peer, timeout_s)
+        with self._lock:
+            self._connections.add(connection)
+            if self._is_open:
+                return connection
+        connection.close()
+        raise self._closed("connect")
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_open = False
+            connections, self._connections = list(self._connections), weakref.WeakSet()
+        for connection in connections:
+            connection.close()
+        with self._lock:
+            self._forget()
+            self._memory.clear()
+
+    def _check_registration(self, memory: Memory) -> None:
+        if not self._is_open:
+            raise self._closed("register", RegistrationError)
+        if memory.region in self._memory:
+            raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
+        if memory.device >= 0 and not self.takes_devices:
+            text = f"{self.name} cannot read memory of a device ({memory.nbytes} bytes of CUDA device {memory.device})"
+            raise RegistrationError(text, "register", errno.EOPNOTSUPP)
+
+    def _check_open(self, op: str = "connect") -> None:
+        if not self._is_open:
+            raise self._closed(op)
+
+    @staticmethod
+    def _closed(op: str, error: type[TransportError] = TransportError) -> TransportError:
+        return error("this transport is closed", op, errno.EBADF)
 
 
 def timed_out(op: str, timeout_s: float, peer: str = "") -> TransportError:

@@ -30,6 +30,7 @@ SIZES = tuple(1 << n for n in (12, 16, 20, 24, 26, 28, 30))  # 4 KiB … 1 GiB
 TRANSPORTS = ("verbs", "tcp", "shm")  # unless others are asked for
 _RUNS, _LEAST_RUNS, _SIZE_S = 1000, 5, 1.5  # of each size: so many, or for so long
 _READ_S = 60.0
+_ANSWER_S = 20.0  # for anything else that the peer is asked for: it may be a busy machine
 _PAUSE_S = 0.2
 _PERIOD = 1_048_573  # a prime
 
@@ -167,16 +168,16 @@ def measure(
     with ExitStack() as undo:
 
         def dial() -> Any:
-            return peer.Link.connect(host, port, secret, session, timeout_s=5.0)
+            return peer.Link.connect(host, port, secret, session, timeout_s=_ANSWER_S)
 
         link = undo.enter_context(closing(dial()))
-        facts = _facts(link.describe(5.0))
+        facts = _facts(link.describe(_ANSWER_S))
         nbytes = min(most, int(facts["nbytes"]))
         ours, devices = nics()
         end = _End(config, ours, names, nbytes, streams)
         undo.callback(end.close)
         id = bytes.fromhex(facts["object"])
-        ((status, region, offset, size, *_),) = link.pin([id], 5.0, inline=False)
+        ((status, region, offset, size, *_),) = link.pin([id], _ANSWER_S, inline=False)
         if status != "ok" or size < nbytes:
             raise TransportError(f"{host}:{port} does not have the {nbytes} bytes it offers ({status}, {size})", "pin", errno.ENODATA)
         undo.callback(_unpin, link, id)
@@ -185,8 +186,8 @@ def measure(
             try:
                 choose(name, end.config, _without_ours(facts["transports"], end.why_not, name))
                 there = facts["transports"][name]
-                at = Peer(host, port, there, exchange=lambda blob, n=name: link.exchange(n, blob, 5.0), link=dial)
-                with closing(end.transports[name].connect(at, 10.0)) as connection:
+                at = Peer(host, port, there, exchange=lambda blob, n=name: link.exchange(n, blob, _ANSWER_S), link=dial)
+                with closing(end.transports[name].connect(at, _ANSWER_S)) as connection:
                     described = end.transports[name].describe()
                     used = _rails(described) or devices if name != "shm" else []
                     fixed = {"transport": name, "streams": streams if name == "tcp" else 1, "nics": used}
@@ -254,4 +255,4 @@ def _rails(description: dict[str, Any]) -> list[str]:
 
 def _unpin(link: Any, id: bytes) -> None:
     if not link.closed:
-        link.unpin([id], 5.0)
+        link.unpin([id], _ANSWER_S)

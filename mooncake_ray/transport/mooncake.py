@@ -34,11 +34,11 @@ from mooncake_ray.transport.base import (
     LENGTH,
     OFFSET,
     REGION,
+    BaseTransport,
     Connection,
     Memory,
     Peer,
     Regions,
-    check_registration,
     checked_ranges,
     pieces,
     timed_out,
@@ -59,7 +59,7 @@ _kept: list[Any] = []  # engines that may still write into given-up buffers: nev
 
 
 @register_transport
-class Mooncake:
+class Mooncake(BaseTransport):
     """See `Transport`."""
 
     name: ClassVar[str] = "mooncake"
@@ -67,6 +67,7 @@ class Mooncake:
     def __init__(self, config: Config, host: str) -> None:
         if why := self.unavailable(config):
             raise TransportUnavailableError(f"mooncake: {why}", "open")
+        super().__init__()
         self._protocol = config.mooncake_protocol
         with _quietly():
             from mooncake.engine import TransferEngine
@@ -77,11 +78,8 @@ class Mooncake:
                     f"mooncake: TransferEngine.initialize({host!r}, {self._protocol!r}) returned {status}", "open"
                 )
         self._target = f"{host}:{self._engine.get_rpc_port()}"
-        self._lock = threading.Lock()
-        self._open = True
-        self._memory: dict[int, Memory] = {}
-        self._connections: list[_Connection] = []
-        self._given_up: list[Any] = []
+        self._buffers: dict[int, mmap.mmap] = {}  # by address: mapped for as long as the engine knows them
+        self._given_up: list[mmap.mmap] = []
 
     @classmethod
     def unavailable(cls, config: Config) -> str:
@@ -94,26 +92,17 @@ class Mooncake:
             return f"no RDMA device ({_DEVICES} has none), and mooncake_protocol is rdma"
         return ""
 
-    def register(self, memory: Memory) -> None:
-        with self._lock:
-            check_registration(memory, self._memory, self._open)
-            if status := self._engine.register_memory(memory.address, memory.nbytes):
-                text = f"Mooncake refuses to register {memory.nbytes} bytes at {memory.address:#x}: it returned {status}"
-                raise RegistrationError(text, "register_memory")
-            self._memory[memory.region] = memory
+    def _register(self, memory: Memory) -> None:
+        if status := self._engine.register_memory(memory.address, memory.nbytes):
+            text = f"Mooncake refuses to register {memory.nbytes} bytes at {memory.address:#x}: it returned {status}"
+            raise RegistrationError(text, "register_memory")
 
     def describe(self) -> dict[str, Any]:
         with self._lock:
             regions = {str(i): [m.address, m.nbytes] for i, m in self._memory.items()}
         return {"target": self._target, "protocol": self._protocol, "regions": regions}
 
-    def accept(self, session: int, blob: bytes) -> bytes:
-        raise TransportError("mooncake has nothing to exchange", "exchange", errno.EOPNOTSUPP)
-
-    def ended(self, session: int) -> None:
-        pass
-
-    def connect(self, peer: Peer, timeout_s: float) -> Connection:
+    def _connect(self, peer: Peer, timeout_s: float) -> Connection:
         regions = Regions(peer, lambda d: {int(i): (int(address), int(nbytes)) for i, (address, nbytes) in d["regions"].items()})
         protocol, target = peer.description.get("protocol"), peer.description.get("target")
         if protocol != self._protocol:
@@ -122,47 +111,37 @@ class Mooncake:
             )
         if not _answers(str(target), min(timeout_s, _ASK_S)):
             raise PeerLostError(f"the engine of {peer} does not answer at {target}", "connect", errno.ECONNREFUSED, str(peer))
-        with self._lock:
-            if not self._open:
-                raise TransportError("this transport is closed", "connect", errno.EBADF)
-            if len(self._given_up) >= _GIVEN_UP:
-                text = f"mooncake: {len(self._given_up)} reads of this process failed and may not have ended; the limit is {_GIVEN_UP}"
-                raise TransportUnavailableError(text, "connect", errno.EBUSY, str(peer))
-            self._connections = [c for c in self._connections if not c.closed]
-            self._connections.append(connection := _Connection(self, peer, str(target), regions))
-        return connection
+        if (given_up := len(self._given_up)) >= _GIVEN_UP:
+            text = f"mooncake: {given_up} reads of this process failed and may not have ended; the limit is {_GIVEN_UP}"
+            raise TransportUnavailableError(text, "connect", errno.EBUSY, str(peer))
+        return _Connection(self, peer, str(target), regions)
 
     def batch(self, target: str, to: list[int], at: list[int], nbytes: list[int]) -> int:
         return self._engine.batch_transfer_sync_read(target, to, at, nbytes)
 
-    def buffer(self) -> tuple[mmap.mmap, int]:
-        """A registered buffer, and its address."""
+    def buffer(self) -> int:
+        """The address of a new registered buffer."""
         memory = mmap.mmap(-1, _BUFFER)
         address = np.frombuffer(memory, np.uint8).ctypes.data
         if status := self._engine.register_memory(address, _BUFFER):
             text = f"Mooncake refuses to register a buffer of {_BUFFER} bytes: it returned {status}"
             raise RegistrationError(text, "register_memory")
-        return memory, address
+        self._buffers[address] = memory
+        return address
 
-    def give_back(self, memory: mmap.mmap, address: int) -> None:
+    def give_back(self, address: int) -> None:
         self._engine.unregister_memory(address)
-        memory.close()
+        self._buffers.pop(address).close()
 
-    def give_up(self, memory: mmap.mmap) -> None:
-        with self._lock:
-            self._given_up.append(memory)
+    def give_up(self, address: int) -> None:
+        self._given_up.append(self._buffers.pop(address))
 
-    def close(self) -> None:
-        with self._lock:
-            self._open = False
-            connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.close()
-        with self._lock:
-            while self._memory:
-                self._engine.unregister_memory(self._memory.popitem()[1].address)
-            if self._given_up:
-                _kept.append((self._engine, self._given_up))
+    def _forget(self) -> None:
+        for address in [m.address for m in self._memory.values()] + list(self._buffers):
+            self._engine.unregister_memory(address)
+        self._buffers.clear()
+        if self._given_up:
+            _kept.append((self._engine, self._given_up))
 
 
 class _Connection:
@@ -172,7 +151,7 @@ class _Connection:
         self._transport, self._peer, self._target, self._regions = transport, str(peer), target, regions
         self._turn = threading.Lock()
         self._results: queue.SimpleQueue[int | str] = queue.SimpleQueue()  # what the engine returned; why it raised; "" for close()
-        self._memory, self._address = transport.buffer()
+        self._address = transport.buffer()
         self.closed = self._ended = False
 
     def read(self, ranges: np.ndarray, timeout_s: float) -> None:
@@ -218,7 +197,7 @@ class _Connection:
 
     def _give_up(self) -> None:
         self.closed = self._ended = True
-        self._transport.give_up(self._memory)
+        self._transport.give_up(self._address)
 
     def _still_open(self) -> None:
         if self.closed:
@@ -233,7 +212,7 @@ class _Connection:
             stack.callback(self._turn.release)
             if not self._ended:
                 self._ended = True
-                self._transport.give_back(self._memory, self._address)
+                self._transport.give_back(self._address)
 
 
 def _batches(ranges: np.ndarray) -> Iterator[np.ndarray]:

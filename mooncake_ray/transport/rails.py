@@ -1,6 +1,6 @@
 """The RDMA ports of this machine, as the kernel lists them, and which of them are used, with what address, and for which of a peer's.
 
-All but `list_ports` and `network_bits` is pure.
+All but `list_ports`, `list_nodes` and `network_bits` is pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Gid", "Port", "choose_gid", "choose_ports", "list_ports", "near_node", "pair_rails", "split"]
+__all__ = [
+    "Gid",
+    "Node",
+    "Port",
+    "choose_gid",
+    "choose_ports",
+    "home_node",
+    "list_nodes",
+    "list_ports",
+    "near_rails",
+    "pair_rails",
+    "split",
+]
 
 HUGE_PAGE = 2 << 20  # bytes
 _SYSFS = Path("/sys/class/infiniband")
@@ -52,6 +64,16 @@ class Port:
 
     def __str__(self) -> str:
         return f"{self.device}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A NUMA node."""
+
+    number: int
+    cpus: frozenset[int]
+    distances: Mapping[int, int]
+    """To each node, itself included."""
 
 
 def _text(path: Path | str) -> str:
@@ -100,41 +122,47 @@ def choose_gid(port: Port) -> Gid | None:
     return min(routable, key=lambda g: (not g.raw.startswith(_MAPPED), g.raw.startswith(_LINK_LOCAL), g.index), default=None)
 
 
-def choose_ports(ports: Sequence[Port], names: Sequence[str] = (), distances: Sequence[int] | None = None) -> list[Port]:
-    """The ports that this process uses: those that are up and have an address.
-
-    Args:
-        names: Only these: `device`, or `device:port`. Empty: all.
-        distances: From the NUMA node that this process is bound to, to each node: only the nearest ports are used then, and those whose node
-            is not known. None: it is not bound to one.
-    """
-    usable = [p for p in ports if p.up and choose_gid(p) is not None]
-    if names:
-        return [p for p in usable if p.device in names or str(p) in names]
-    if distances is None:
-        return usable
-    away = {p: distances[p.node] if 0 <= p.node < len(distances) else -1 for p in usable}
-    nearest = min((d for d in away.values() if d >= 0), default=-1)
-    return [p for p in usable if away[p] in (-1, nearest)]
+def choose_ports(ports: Sequence[Port], names: Sequence[str] = ()) -> list[Port]:
+    """The ports that this process uses: those that are up and have an address; with `names` (`device`, or `device:port`) only these."""
+    return [p for p in ports if p.up and choose_gid(p) is not None and (not names or p.device in names or str(p) in names)]
 
 
-def near_node(root: Path = _NODES, cpus: set[int] | None = None) -> list[int] | None:
-    """The distances to all NUMA nodes from the one that this process may run on; None if it may run on several, or there is one."""
-    cpus = os.sched_getaffinity(0) if cpus is None else cpus
-    nodes = sorted(root.glob("node[0-9]*"), key=lambda p: int(p.name[4:]))
-    mine = [n for n in nodes if cpus & _cpus(_text(n / "cpulist"))]
-    if len(nodes) < 2 or len(mine) != 1:
-        return None
-    return [int(d) for d in _text(mine[0] / "distance").split()]
+def list_nodes(root: Path = _NODES) -> list[Node]:
+    """All NUMA nodes, by number. Empty where the kernel knows of none."""
+    found = {int(path.name[4:]): path for path in root.glob("node[0-9]*")}
+    nodes = []
+    for number, path in sorted(found.items()):
+        distances = map(int, _text(path / "distance").split())  # one a node, in order
+        nodes.append(Node(number, _cpus(_text(path / "cpulist")), dict(zip(sorted(found), distances, strict=False))))
+    return nodes
 
 
-def _cpus(text: str) -> set[int]:
+def _cpus(text: str) -> frozenset[int]:
     """`0-3,8` as a set."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
-    return found
+    return frozenset(found)
+
+
+def home_node(nodes: Sequence[Node], cpus: set[int]) -> int:
+    """The NUMA node that a process on these processors runs on; -1 if that may be several, or there is one."""
+    mine = [n.number for n in nodes if cpus & n.cpus]
+    return mine[0] if len(mine) == 1 and len(nodes) > 1 else -1
+
+
+def near_rails(rails: Sequence[int], memory: int, nodes: Sequence[Node]) -> list[int]:
+    """Which rails, by index, should move the bytes of memory on a NUMA node: the nearest, and those of which it is not known where they are.
+
+    Args:
+        rails: The node of each; -1: not known.
+        memory: Its node; -1: it is on several, or that is not known: all rails should.
+    """
+    distances = next((n.distances for n in nodes if n.number == memory), {})
+    away = [distances.get(node, -1) for node in rails]
+    nearest = min((d for d in away if d >= 0), default=-1)
+    return [i for i, d in enumerate(away) if d in (-1, nearest)]
 
 
 def network_bits(gid: Gid) -> int:

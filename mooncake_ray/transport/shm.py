@@ -27,10 +27,9 @@ from mooncake_ray.transport.base import (
     LOCAL,
     OFFSET,
     REGION,
+    BaseTransport,
     Connection,
-    Memory,
     Peer,
-    check_registration,
     check_table,
     checked_ranges,
     pieces,
@@ -81,17 +80,14 @@ def _by(deadline: float, ask: Callable[[], Any], undo: Callable[[Any], None] = l
 
 
 @register_transport
-class Shm:
+class Shm(BaseTransport):
     """See `Transport`. `broker` is the name of the one that has this process's pool, `pool_id` the pool's; "" where others have none to read."""
 
     name: ClassVar[str] = "shm"
 
     def __init__(self, config: Config, host: str, *, broker: str = "", pool_id: bytes = b"") -> None:
+        super().__init__()
         self._broker, self._pool_id = broker, pool_id
-        self._lock = threading.Lock()
-        self._regions: set[int] = set()
-        self._connections: list[_Connection] = []
-        self._open = True
 
     @classmethod
     def unavailable(cls, config: Config) -> str:
@@ -101,23 +97,12 @@ class Shm:
             return f"this kernel does not say who it is: {e}"
         return ""
 
-    def register(self, memory: Memory) -> None:
-        with self._lock:
-            check_registration(memory, self._regions, self._open)
-            self._regions.add(memory.region)
-
     def describe(self) -> dict[str, Any]:
         if not self._broker:
             return {"unavailable": "it has no pool that others could read"}
         return {"broker": self._broker, "pool": self._pool_id.hex(), **machine()}
 
-    def accept(self, session: int, blob: bytes) -> bytes:
-        raise TransportError("shm has nothing to exchange", "exchange", errno.EOPNOTSUPP)
-
-    def ended(self, session: int) -> None:
-        pass
-
-    def connect(self, peer: Peer, timeout_s: float) -> Connection:
+    def _connect(self, peer: Peer, timeout_s: float) -> Connection:
         here, there = machine(), peer.description
         if there.get("unavailable"):
             raise Unavailable(f"shm with {peer}: {there['unavailable']}", "connect", errno.EOPNOTSUPP, str(peer))
@@ -128,20 +113,7 @@ class Shm:
         if here["netns"] != there.get("netns"):
             text = f"{peer} is in another network namespace: {there.get('netns')}, here {here['netns']}"
             raise Unavailable(text, "connect", errno.EXDEV, str(peer))
-        connection = _Connection(peer, str(there.get("broker")), str(there.get("pool")), timeout_s)
-        with self._lock:
-            if not self._open:
-                connection.close()
-                raise TransportError("this transport is closed", "connect", errno.EBADF)
-            self._connections = [c for c in self._connections if not c.closed] + [connection]
-        return connection
-
-    def close(self) -> None:
-        with self._lock:
-            self._open = False
-            connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.close()
+        return _Connection(peer, str(there.get("broker")), str(there.get("pool")), timeout_s)
 
 
 class _Connection:

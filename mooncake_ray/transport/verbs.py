@@ -8,19 +8,21 @@ pairs goes by the peer's `exchange`, as JSON; the keys of its memory are in its 
 from __future__ import annotations
 
 import errno
+import functools
 import json
+import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
+from mooncake_ray.store import gpudirect
 from mooncake_ray.transport import rails as _rails
-from mooncake_ray.transport.base import Connection, Memory, Peer, Regions, check_table, checked_ranges, timed_out
+from mooncake_ray.transport.base import BaseTransport, Connection, Memory, Peer, Regions, check_table, checked_ranges, timed_out
 from mooncake_ray.transport.registry import register_transport
 
 try:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verbs"]
 
-_VERSION = 1
+_VERSION = 2
 _QUEUES = 2  # queue pairs a pair of rails: two let a device work on two at once
 _TIMEOUT = 16  # 4.096 us * 2**16 = 0.27 s without an answer; so often more:
 _RETRIES = 6
@@ -56,20 +58,21 @@ def _usable(config: Config) -> tuple[list[_rails.Port], str]:
     if not known:
         return [], f"libibverbs has no driver for {', '.join(sorted({p.device for p in there}))}"
     only = [n for n in config.rdma_devices.replace(" ", "").split(",") if n]
-    if chosen := _rails.choose_ports(known, only, _rails.near_node()):
+    if chosen := _rails.choose_ports(known, only):
         return chosen, ""
     of = f" of {', '.join(only)}" if only else ""
     return [], f"no RDMA port{of} is up and has an address (there are {', '.join(map(str, there))})"
 
 
 @register_transport
-class Verbs:
+class Verbs(BaseTransport):
     """See `Transport`. Reads of one connection take turns; several connections to a peer do not.
 
     Nothing of it may be used in a forked child.
     """
 
     name: ClassVar[str] = "verbs"
+    takes_devices: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Verbs:
             timeout: An answer may take 4.096 us * 2**timeout before it is asked for again,
             retries: so many times (7: for ever, with some devices).
         """
+        super().__init__()
         ports, why = _usable(config)
         if why:
             raise TransportUnavailableError(why, "open", errno.ENODEV)
@@ -106,12 +110,13 @@ class Verbs:
         self._largest = min(limit for limit in limits if limit)
         self._queues = queues
         self._manner = (timeout, retries, int(config.rdma_traffic_class), 0)
-        self._lock = threading.Lock()
-        self._regions: dict[int, list[Any]] = {}
+        self._at = [p.node for p in gids]  # the NUMA node of each rail
+        self._nodes = _rails.list_nodes()
+        self._home = _rails.home_node(self._nodes, os.sched_getaffinity(0))
+        self._regions: dict[int, list[Any]] = {}  # what peers are told of each
         self._sessions: dict[
             int, dict[tuple[str, int], Any]
         ] = {}  # responders by session, and by who asked and the number of the connection
-        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
         self._token, self._made = secrets.token_hex(8), 0  # who asks, and how many connections so far
 
     @classmethod
@@ -119,27 +124,39 @@ class Verbs:
         return _usable(config)[1]
 
     def register(self, memory: Memory) -> None:
-        """Pins all of it, in as many pieces as the devices ask for. After an error close the transport: some pieces may be registered."""
+        """Pins all of it, in as many pieces as the devices ask for; or none of it, if one is refused.
+
+        With every device; but the bytes go over those that are nearest to the NUMA node that it prefers: its own, or else this process's.
+        """
         with self._lock:
-            native = self._open()
-            if memory.region in self._regions:
-                raise RegistrationError(f"region {memory.region} is registered already", "register", errno.EEXIST)
-            self._regions[memory.region] = []  # taken
-        try:
-            cut = _rails.split(memory.address, memory.nbytes, self._largest)
-            made = [[address, nbytes, native.register(address, nbytes)] for address, nbytes in cut]
-        except BaseException:
+            self._check_registration(memory)
+            native = self._rails
+            self._memory[memory.region] = memory
+        node = _native.memory_node(memory.address)
+        near = _rails.near_rails(self._at, node if node >= 0 else self._home, self._nodes)
+        on_device = memory.device >= 0
+        register = functools.partial(gpudirect.register, native, memory.device) if on_device else native.register
+        made: list[list[Any]] = []
+        try:  # without the lock: it takes seconds for memory of many gigabytes
+            for address, nbytes in _rails.split(memory.address, memory.nbytes, self._largest):
+                made.append([address, nbytes, register(address, nbytes, near)])
+        except BaseException as e:
+            for address, *_ in made:
+                native.unregister(address)
             with self._lock:
-                del self._regions[memory.region]
+                self._memory.pop(memory.region, None)
+            if isinstance(e, RegistrationError):
+                raise RegistrationError(f"region {memory.region}, of all {memory.nbytes} bytes: {e}", e.op, e.errno) from None
             raise
         with self._lock:
-            self._regions[memory.region] = [memory.address, memory.nbytes, made]
+            if self._is_open:
+                self._regions[memory.region] = [memory.address, memory.nbytes, made, near]
 
     def describe(self) -> dict[str, Any]:
-        """`rails`: places and abilities; `regions`: number, address, nbytes, and pieces: address, nbytes, and keys, one a rail."""
+        """`rails`: places and abilities; `regions`: number, address, nbytes, pieces (address, nbytes, and keys, one a rail), near rails."""
         with self._lock:
-            self._open()
-            regions = [[number, *region] for number, region in self._regions.items() if region]
+            self._check_open("describe")
+            regions = [[number, *region] for number, region in self._regions.items()]
         return {"version": _VERSION, "rails": self._ports, "regions": regions}
 
     def accept(self, session: int, blob: bytes) -> bytes:
@@ -169,7 +186,7 @@ class Verbs:
     def _take_place(self, session: int, name: tuple[str, int], alive: set[int]) -> tuple[Any, dict[tuple[str, int], Any]]:
         """Makes room for one more connection of a session: the open rails, and where to note the connection."""
         with self._lock:
-            native = self._open()
+            self._check_open("exchange")
             mine = self._sessions.setdefault(session, {})
             for by, number in list(mine):
                 # A later one than this may be on its way: what this one does not know of is not therefore closed.
@@ -178,20 +195,21 @@ class Verbs:
             if len(mine) >= _MOST_CONNECTIONS:
                 raise TransportError(f"a session has at most {_MOST_CONNECTIONS} connections", "exchange", errno.EMFILE)
             mine[name] = None
-            return native, mine
+            return self._rails, mine
 
     def ended(self, session: int) -> None:
         with self._lock:
             self._sessions.pop(session, None)
 
-    def connect(self, peer: Peer, timeout_s: float) -> Connection:
+    def _connect(self, peer: Peer, timeout_s: float) -> Connection:
         """One exchange, which has a deadline of its own."""
         end = time.monotonic() + timeout_s
         with self._lock:
-            native = self._open()
+            self._check_open()
+            native = self._rails
         connection = _Connection(peer, native, self._ports, self._queues, self._manner)
         with self._lock:
-            self._open()
+            self._check_open()
             self._made += 1
             connection.number = self._made
             alive = [c.number for c in self._connections if not c.closed]
@@ -205,23 +223,10 @@ class Verbs:
             raise
         return connection
 
-    def close(self) -> None:
-        with self._lock:
-            self._rails = None
-            connections, self._connections = list(self._connections), weakref.WeakSet()
-            self._regions.clear()
-            self._sessions.clear()
-        for connection in connections:
-            connection.close()
-
-    def _open(self) -> Any:
-        if self._rails is None:
-            raise self._closed()
-        return self._rails
-
-    @staticmethod
-    def _closed() -> TransportError:
-        return TransportError("this transport is closed", "verbs", errno.EBADF)
+    def _forget(self) -> None:
+        self._rails = None
+        self._regions.clear()
+        self._sessions.clear()
 
 
 class _Connection:
@@ -316,7 +321,7 @@ class _Connection:
 
     @staticmethod
     def _parse(description: Mapping[str, Any]) -> dict[int, Any]:
-        return {int(number): (int(address), int(nbytes), pieces) for number, address, nbytes, pieces in description["regions"]}
+        return {int(number): (int(address), int(nbytes), *more) for number, address, nbytes, *more in description["regions"]}
 
     def _named(self, e: TransportError) -> TransportError:
         return type(e)(f"{self._peer}: {e}", e.op, e.errno, str(self._peer))

@@ -120,7 +120,7 @@ std::unique_ptr<Link> Link::connect(const std::string& host, uint16_t port, cons
   return l;
 }
 
-Frame Link::ask(Op op, std::initializer_list<std::string_view> parts, int64_t deadline, std::string* body) {
+Frame Link::ask(Op op, std::initializer_list<std::string_view> parts, int64_t deadline, Body* body) {
   Frame f;
   f.op = uint16_t(op);
   std::string message(sizeof f, '\0');
@@ -131,32 +131,33 @@ Frame Link::ask(Op op, std::initializer_list<std::string_view> parts, int64_t de
   send_all(message, deadline);
   receive_all(&f, sizeof f, deadline);
   if (f.op != uint16_t(op) || f.bytes > kMaxReply) fail(PeerError::kLost, EPROTO, "its answer makes no sense");
-  std::string text(f.bytes, '\0');
-  receive_all(text.data(), text.size(), deadline);
-  if (body) *body = std::move(text);
+  Body b{std::make_shared_for_overwrite<char[]>(f.bytes), f.bytes};
+  receive_all(b.bytes.get(), b.size, deadline);
+  if (body) *body = std::move(b);
   return f;
 }
 
 std::string Link::describe(int64_t timeout_ns) {
   Guard g(*this, "describe");
-  std::string text;
-  ask(Op::kDescribe, {}, deadline_of(timeout_ns), &text);
+  Body body;
+  ask(Op::kDescribe, {}, deadline_of(timeout_ns), &body);
   g.done = true;
-  return text;
+  return std::string(body.text());
 }
 
-std::vector<Pinned> Link::pin(const std::vector<ObjectId>& ids, int64_t timeout_ns, const std::string& bad, bool inlined) {
+std::vector<Pinned> Link::pin(const std::vector<ObjectId>& ids, int64_t timeout_ns, const std::string& bad, bool inlined, bool kept) {
   if (ids.size() > kMaxPins) throw std::invalid_argument("pin at most " + std::to_string(kMaxPins) + " objects at a time, got " + std::to_string(ids.size()));
   if (bad.size() > kNameMax) throw std::invalid_argument("a peer's name has at most " + std::to_string(kNameMax) + " bytes, got " + std::to_string(bad.size()));
   Guard g(*this, "pin");
   PinRequest q;
   q.count = uint32_t(ids.size());
   q.inlined = inlined;
+  q.kept = kept;
   set_name(q.bad, bad);
-  std::string text;
-  const Frame f = ask(Op::kPin, {bytes_of(q), raw(ids)}, deadline_of(timeout_ns), &text);
+  Body body;
+  const Frame f = ask(Op::kPin, {bytes_of(q), raw(ids)}, deadline_of(timeout_ns), &body);
   if (Code(f.code) == Code::kLost) fail(PeerError::kLost, ECONNRESET, "its pool is gone");
-  std::string_view rest = text;
+  const std::string_view rest = body.text();
   if (Code(f.code) != Code::kOk || rest.size() < ids.size() * sizeof(Entry)) fail(PeerError::kLost, EPROTO, "its answer makes no sense");
   std::vector<Pinned> all(ids.size());
   std::string_view bytes = rest.substr(ids.size() * sizeof(Entry));
@@ -165,7 +166,7 @@ std::vector<Pinned> Link::pin(const std::vector<ObjectId>& ids, int64_t timeout_
     Pinned& p = all[i];
     if (e.code > uint16_t(Code::kLost) || e.inlined > bytes.size() || (Code(e.code) == Code::kInline && e.size != e.inlined) || e.available > e.size)
       fail(PeerError::kLost, EPROTO, "its answer makes no sense");
-    p = {Code(e.code), e.region, e.offset, e.size, e.available, std::string(bytes.substr(0, e.inlined)), name_in(e.source)};
+    p = {Code(e.code), e.region, e.offset, e.size, e.available, bytes.substr(0, e.inlined), name_in(e.source), body.bytes};
     bytes.remove_prefix(e.inlined);
   }
   g.done = true;
@@ -201,16 +202,16 @@ std::string Link::exchange(const std::string& transport, const std::string& blob
   if (blob.size() > kMaxText) throw std::invalid_argument("an exchange carries at most " + std::to_string(kMaxText) + " bytes, got " + std::to_string(blob.size()));
   Guard g(*this, "exchange");
   const uint32_t n = uint32_t(transport.size());
-  std::string text;
-  const Frame f = ask(Op::kExchange, {bytes_of(n), transport, blob}, deadline_of(timeout_ns), &text);
-  if (Code(f.code) != Code::kOk) fail(PeerError::kOther, EOPNOTSUPP, "nobody answers there");
+  Body body;
+  const Frame f = ask(Op::kExchange, {bytes_of(n), transport, blob}, deadline_of(timeout_ns), &body);
   g.done = true;
-  return text;
+  if (Code(f.code) != Code::kOk) fail(PeerError::kOther, EOPNOTSUPP, "nobody answers there");
+  return std::string(body.text());
 }
 
 bool Link::next_event(int64_t timeout_ns, ObjectId* id) {
-  Guard g(*this, "next_event");
   if (!events_) throw std::invalid_argument("this link is not for events");
+  Guard g(*this, "next_event");
   const int64_t deadline = deadline_of(timeout_ns);
   const size_t whole = sizeof(Frame) + sizeof(ObjectId);
   while (partial_.size() < whole) {

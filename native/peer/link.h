@@ -1,4 +1,5 @@
-// A puller's connection to a peer server. Blocking calls with deadlines, one at a time; other threads wait their turn. After any error it is closed.
+// A puller's connection to a peer server. Blocking calls with deadlines, one at a time; other threads wait their turn. After any error it is closed, except
+// where the server said that it has no such bytes, or that nobody answers (EINVAL, EOPNOTSUPP).
 #pragma once
 #include <atomic>
 #include <cerrno>
@@ -33,7 +34,9 @@ struct Piece {
 struct Pinned {
   Code code = Code::kOk;
   uint64_t region = 0, offset = 0, size = 0, available = 0;
-  std::string inlined, source;
+  std::string_view inlined;  // into `reply`
+  std::string source;
+  std::shared_ptr<const char[]> reply;
 };
 
 class Link {
@@ -48,7 +51,7 @@ class Link {
   const std::string& pool_id() const { return pool_id_; }
   const std::string& peer() const { return peer_; }
   std::string describe(int64_t timeout_ns);
-  std::vector<Pinned> pin(const std::vector<ObjectId>& ids, int64_t timeout_ns, const std::string& bad, bool inlined);
+  std::vector<Pinned> pin(const std::vector<ObjectId>& ids, int64_t timeout_ns, const std::string& bad, bool inlined, bool kept = false);
   uint64_t wait(ObjectId id, uint64_t beyond, int64_t timeout_ns);
   bool unpin(const std::vector<ObjectId>& ids, int64_t timeout_ns, bool kept);
   std::string exchange(const std::string& transport, const std::string& blob, int64_t timeout_ns);
@@ -64,7 +67,12 @@ class Link {
  private:
   Link() = default;
   struct Guard;
-  Frame ask(Op op, std::initializer_list<std::string_view> parts, int64_t deadline, std::string* body);
+  struct Body {
+    std::shared_ptr<char[]> bytes;
+    size_t size = 0;
+    std::string_view text() const { return {bytes.get(), size}; }
+  };
+  Frame ask(Op op, std::initializer_list<std::string_view> parts, int64_t deadline, Body* body);
   void send_all(std::string_view bytes, int64_t deadline);
   void receive_all(void* to, size_t bytes, int64_t deadline);
   void wait_for(short events, int64_t deadline);
@@ -79,7 +87,7 @@ class Link {
   std::atomic<bool> closed_{false};
 };
 
-// One call at a time. What does not come to its end leaves the stream somewhere inside a message: the link is closed.
+// One call at a time. What does not come to its end may leave the stream somewhere inside a message: the link is closed.
 struct Link::Guard {
   Guard(Link& l, const char* op) : link(l), lock(l.mutex_) {
     if (link.closed_) throw PeerError(PeerError::kLost, std::string(op) + ": the link to " + link.peer_ + " is closed", op, EBADF, link.peer_);

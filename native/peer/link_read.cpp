@@ -15,8 +15,9 @@
 namespace mcr::peer {
 namespace {
 
-constexpr uint64_t kFrameBytes = 4 << 20;  // bytes asked for at once
-constexpr size_t kAhead = 4;               // frames on their way
+constexpr uint64_t kFrameBytes = 1 << 20;   // bytes asked for at once: as streams take what is left, none of them ends long after the others
+constexpr size_t kAhead = 4;                // frames on their way
+constexpr uint64_t kStreamBytes = 4 << 20;  // bytes that are worth one more stream
 
 // Cuts pieces into frames. Thread-safe.
 class Cutter {
@@ -61,6 +62,7 @@ void Link::read_from(const Source& source, int64_t deadline) {
   char head[sizeof(Frame)];
   size_t headed = 0, piece = 0;  // of the answer that is coming
   uint64_t into = 0;             // bytes of that piece
+  std::string refused;           // why the first frame was that had no bytes
   for (;;) {
     while (more && asked.size() < kAhead) {
       std::vector<Piece> pieces = source();
@@ -105,10 +107,14 @@ void Link::read_from(const Source& source, int64_t deadline) {
       std::memcpy(&f, head, sizeof f);
       uint64_t want = 0;
       for (const Piece& p : now) want += p.bytes;
-      if (Op(f.op) == Op::kRead && Code(f.code) == Code::kBad && f.aux < now.size()) {
+      if (Op(f.op) == Op::kRead && Code(f.code) == Code::kBad && !f.bytes && f.aux < now.size()) {
         const Piece& p = now[f.aux];
-        fail(PeerError::kOther, EINVAL, "it has no bytes [" + std::to_string(p.offset) + ", " + std::to_string(p.offset + p.bytes) + ") in region " +
-                                            std::to_string(p.region));
+        if (refused.empty())
+          refused = "it has no bytes [" + std::to_string(p.offset) + ", " + std::to_string(p.offset + p.bytes) + ") in region " + std::to_string(p.region);
+        more = false;  // what has been asked for still comes, and then the stream is in order
+        asked.pop_front();
+        headed = 0;
+        continue;
       }
       if (Op(f.op) != Op::kRead || f.code || f.bytes || f.aux != want) fail(PeerError::kLost, EPROTO, "its answer makes no sense");
       continue;
@@ -125,6 +131,7 @@ void Link::read_from(const Source& source, int64_t deadline) {
     if (now_ns() > deadline && (more || !asked.empty())) fail(PeerError::kOther, ETIMEDOUT, "not done before the deadline");
   }
   g.done = true;
+  if (!refused.empty()) fail(PeerError::kOther, EINVAL, refused);
 }
 
 void Link::read(std::span<const Piece> pieces, int64_t timeout_ns) {
@@ -148,8 +155,8 @@ void read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces
     }
   };
   uint64_t total = 0;
-  for (const Piece& p : pieces) total += std::min(p.bytes, kFrameBytes * links.size());
-  const size_t useful = std::clamp<size_t>(size_t((total + kFrameBytes - 1) / kFrameBytes), 1, links.size());
+  for (const Piece& p : pieces) total += std::min(p.bytes, kStreamBytes * links.size());
+  const size_t useful = std::clamp<size_t>(size_t((total + kStreamBytes - 1) / kStreamBytes), 1, links.size());
   {
     std::vector<std::jthread> threads;
     for (size_t i = 1; i < useful; ++i) threads.emplace_back(work, links[i]);

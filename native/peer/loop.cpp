@@ -19,8 +19,7 @@ namespace mcr::peer {
 namespace {
 
 constexpr uint64_t kListening = 0, kWake = 1;          // what epoll names beside connections
-constexpr int64_t kHandshake = 5'000'000'000;          // ns
-constexpr int64_t kStall = 60'000'000'000;             // ns without progress, after which a receiver is given up
+constexpr size_t kMaxUnproved = 256;                   // connections of a server that have not shown that they know the secret
 constexpr int64_t kPause = 100'000'000;                // ns until the next try to accept
 constexpr uint64_t kTurn = 4 << 20;                    // bytes sent to one before the next has its turn
 constexpr size_t kMaxOut = 4096, kMaxOwned = 2 << 20;  // pieces and bytes that wait to be sent, from which on no request is taken
@@ -69,6 +68,7 @@ void Loop::wake() {
 void Loop::adopt(Fd fd) {
   {
     std::lock_guard lock(mutex_);
+    if (stopped_) return;
     adopted_.push_back(std::move(fd));
   }
   wake();
@@ -108,8 +108,11 @@ void Loop::run() {
     }
     if (const int64_t now = now_ns(); now >= next_check_) check_deadlines(now);
   }
+  listening_.reset();
   for (auto& [_, c] : conns_) server_.ended(*c);
   conns_.clear();
+  std::lock_guard lock(mutex_);
+  adopted_.clear();
 }
 
 void Loop::take_inbox() {
@@ -158,6 +161,9 @@ void Loop::accept_all() {
 }
 
 void Loop::start(Fd fd) {
+  // Strangers never keep out who knows the secret: the newest takes the place of the oldest, which has had the most time.
+  if (unproved_.size() >= std::max<size_t>(1, kMaxUnproved / server_.loops_.size())) drop(*conns_.at(*unproved_.begin()));
+  ++server_.connections_;
   auto c = std::make_unique<Conn>();
   c->serial = ++serials;
   const int one = 1, idle = 20, interval = 5, probes = 3;
@@ -169,8 +175,8 @@ void Loop::start(Fd fd) {
   std::memcpy(c->challenge.magic, kMagic, sizeof kMagic);
   c->challenge.version = kVersion;
   if (::getrandom(c->challenge.nonce, sizeof c->challenge.nonce, 0) != sizeof c->challenge.nonce) c->dead = true;
-  c->fd = std::move(fd);
-  c->deadline = now_ns() + kHandshake;
+  c->fd = std::make_shared<const Fd>(std::move(fd));
+  c->deadline = now_ns() + server_.options_.handshake_ns;
   due(c->deadline);
   Out o;
   o.own = bytes_of(c->challenge);
@@ -179,7 +185,8 @@ void Loop::start(Fd fd) {
   c->out.push_back(std::move(o));
   c->armed = EPOLLIN | EPOLLRDHUP;
   epoll_event e{c->armed, {.u64 = c->serial}};
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, c->fd.get(), &e)) c->dead = true;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, c->fd->get(), &e)) c->dead = true;
+  unproved_.insert(c->serial);
   Conn& there = *(conns_[c->serial] = std::move(c));
   settle(there);
 }
@@ -199,15 +206,21 @@ void Loop::settle(Conn& c) {
     send(c);
     if (!c.out.empty() || before == c.in.size()) break;
   }
-  if (!c.dead) return arm(c);
+  if (c.dead) drop(c);
+  else arm(c);
+}
+
+void Loop::drop(Conn& c) {
   server_.ended(c);
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, c.fd->get(), nullptr);  // a helper may keep it a moment longer
+  unproved_.erase(c.serial);
   conns_.erase(c.serial);
 }
 
 void Loop::receive(Conn& c) {
   static thread_local char buffer[64 << 10];
   while (c.in.size() < sizeof(Frame) + kMaxRequest) {
-    const ssize_t n = ::recv(c.fd.get(), buffer, sizeof buffer, 0);
+    const ssize_t n = ::recv(c.fd->get(), buffer, sizeof buffer, 0);
     if (n > 0) c.in.append(buffer, size_t(n));
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) c.dead = true;
     if (n < ssize_t(sizeof buffer)) return;
@@ -229,6 +242,7 @@ void Loop::parse(Conn& c) {
         c.dead = true;
       } else {
         c.deadline = INT64_MAX;
+        unproved_.erase(c.serial);
       }
       continue;
     }
@@ -256,7 +270,7 @@ void Loop::send(Conn& c) {
   if (c.out.empty()) {
     if (c.session) c.deadline = INT64_MAX;
   } else if (c.session && (budget != kTurn || c.deadline == INT64_MAX)) {
-    c.deadline = now_ns() + kStall;
+    c.deadline = now_ns() + server_.options_.stall_ns;
     due(c.deadline);
   }
 }
@@ -273,7 +287,7 @@ bool Loop::send_memory(Conn& c, uint64_t* budget) {
   msghdr m{};
   m.msg_iov = v;
   m.msg_iovlen = n;
-  const ssize_t sent = ::sendmsg(c.fd.get(), &m, MSG_NOSIGNAL | (n < c.out.size() ? MSG_MORE : 0));
+  const ssize_t sent = ::sendmsg(c.fd->get(), &m, MSG_NOSIGNAL | (n < c.out.size() ? MSG_MORE : 0));
   if (sent < 0) {
     if (errno == EINTR) return true;
     c.dead = errno != EAGAIN;
@@ -299,7 +313,7 @@ bool Loop::send_memory(Conn& c, uint64_t* budget) {
 bool Loop::send_file(Conn& c, uint64_t* budget) {
   Out& o = c.out.front();
   off_t at = off_t(o.at);
-  const ssize_t sent = ::sendfile(c.fd.get(), o.file, &at, std::min(o.left, *budget));
+  const ssize_t sent = ::sendfile(c.fd->get(), o.file, &at, std::min(o.left, *budget));
   if (sent < 0) {
     if (errno == EINTR) return true;
     if (errno == EINVAL || errno == ENOSYS) {  // memory of a kind that the kernel does not send from
@@ -349,7 +363,7 @@ void Loop::arm(Conn& c) {
   const uint32_t want = EPOLLRDHUP | (full ? 0u : uint32_t(EPOLLIN)) | (c.out.empty() ? 0u : uint32_t(EPOLLOUT));
   if (want == std::exchange(c.armed, want)) return;
   epoll_event e{want, {.u64 = c.serial}};
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd.get(), &e);
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, c.fd->get(), &e);
 }
 
 }  // namespace mcr::peer

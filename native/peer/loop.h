@@ -3,6 +3,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -27,7 +28,7 @@ struct Out {
 };
 
 struct Conn {
-  Fd fd;
+  std::shared_ptr<const Fd> fd;  // also of a helper that answers
   uint64_t serial = 0;
   Challenge challenge{};
   std::shared_ptr<Session> session;  // null until it has proved that it knows the secret
@@ -73,12 +74,14 @@ class Loop {
   void check_deadlines(int64_t now);
   void arm(Conn& c);
   void settle(Conn& c);
+  void drop(Conn& c);
   void due(int64_t when) { next_check_ = std::min(next_check_, when); }
 
   Server& server_;
   Fd listening_, epoll_, wake_;
   bool paused_ = false;  // no descriptors left to accept with
   std::unordered_map<uint64_t, std::unique_ptr<Conn>> conns_;
+  std::set<uint64_t> unproved_;  // those that have not shown that they know the secret; the oldest first
   int64_t next_check_ = INT64_MAX;
   std::mutex mutex_;
   std::vector<Message> inbox_;

@@ -85,7 +85,8 @@ struct Frame {
 };
 struct PinRequest {
   uint32_t count = 0;
-  uint32_t inlined = 0;     // 1: small objects may come inside the reply
+  uint16_t inlined = 0;     // 1: small objects may come inside the reply
+  uint16_t kept = 0;        // 1: the puller keeps a replica of each of those, as a kUnpin would tell
   char bad[kNameMax] = {};  // a source that failed, or empty
 };
 struct Entry {

@@ -11,8 +11,7 @@
 namespace mcr::peer {
 namespace {
 
-constexpr uint64_t kMaxUnproved = 256;  // connections that have not shown that they know the secret
-constexpr unsigned kHelpers = 2;        // threads that talk to the broker, which may take its time, or the disk's
+constexpr unsigned kHelpers = 2;  // threads that talk to the broker, which may take its time, or the disk's
 
 }  // namespace
 
@@ -58,12 +57,6 @@ void Server::close() {
 // ---- connections and sessions
 
 void Server::place(Fd fd) {
-  if (unproved_ >= kMaxUnproved) {
-    ++refused_;
-    return;
-  }
-  ++unproved_;
-  ++connections_;
   loops_[next_loop_++ % loops_.size()]->adopt(std::move(fd));
 }
 
@@ -72,13 +65,11 @@ void Server::authenticate(Conn& c, Loop& loop, const Proof& p) {
   Digest mac;
   std::memcpy(mac.data(), p.mac, sizeof p.mac);
   if (p.version != kVersion || p.events > 1 || !same(mac, proof_mac(secret_, c.challenge, p))) {
-    ++refused_;
     w.status = 1;
   } else {
     std::memcpy(w.pool_id, client_->pool_id(), sizeof w.pool_id);
     mac = welcome_mac(secret_, c.challenge, p, w);
     std::memcpy(w.mac, mac.data(), sizeof w.mac);
-    --unproved_;
     c.events = p.events;
     std::lock_guard lock(mutex_);
     auto& s = sessions_[std::string(bytes_of(p.session))];
@@ -103,7 +94,7 @@ void Server::authenticate(Conn& c, Loop& loop, const Proof& p) {
 void Server::ended(Conn& c) {
   --connections_;
   if (!c.session) {
-    --unproved_;
+    ++refused_;
     return;
   }
   std::unordered_map<ObjectId, Session::Pin> pins;  // these end outside the lock

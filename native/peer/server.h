@@ -24,6 +24,8 @@ class Server {
   struct Options {
     unsigned threads = 2;
     bool sendfile = false;  // large ranges leave without a copy; over loopback that was measured to be slower
+    int64_t handshake_ns = 5'000'000'000;  // that a connection has for proving that it knows the secret
+    int64_t stall_ns = 60'000'000'000;     // without progress, after which a receiver is given up
   };
   // Throws std::invalid_argument for an address that is none or names all of them, std::system_error.
   Server(std::shared_ptr<Client> client, const std::string& host, uint16_t port, std::string secret, Options options);
@@ -75,10 +77,13 @@ class Server {
     std::shared_ptr<Session> session;
     std::string body;
     Op op;  // kPin, kUnpin; kRead: learn of new arenas, then try again
+    std::shared_ptr<const Fd> fd;  // where nothing is waiting to be sent: the answer need not go by the loop
   };
   bool pin(const Job& job, std::string* reply);
+  void keep(Session& s, const std::vector<ObjectId>& ids);
   bool unpin(const Job& job, std::string* reply);
-  Entry pin_one(Session& s, ObjectId id, bool inlined, size_t* room, std::string* bytes);
+  Entry pin_one(Session& s, ObjectId id, bool inlined, std::string* reply, std::vector<std::shared_ptr<View>>* held);
+  void answer_at_once(const Job& job, std::string* reply);
   bool read(Conn& c, Loop& loop, std::string_view body);
   bool exchange(Conn& c, Loop& loop, std::string_view body);
   std::shared_ptr<Arena> arena(uint32_t index);  // null: unknown
@@ -90,7 +95,7 @@ class Server {
   const std::string secret_;
   const Options options_;
   uint16_t port_ = 0;
-  std::atomic<uint64_t> sent_{0}, refused_{0}, requests_{0}, unproved_{0}, connections_{0}, next_loop_{0};
+  std::atomic<uint64_t> sent_{0}, refused_{0}, requests_{0}, connections_{0}, next_loop_{0};
 
   std::mutex mutex_;  // for all that follows
   std::string description_;

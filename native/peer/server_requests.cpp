@@ -1,4 +1,6 @@
 // The peer server: what pullers ask for.
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -48,7 +50,7 @@ bool Server::request(Conn& c, Loop& loop, const Frame& f, std::string_view body)
       c.busy = true;
       {
         std::lock_guard lock(mutex_);
-        jobs_.push_back({&loop, c.serial, c.session, std::string(body), Op(f.op)});
+        jobs_.push_back({&loop, c.serial, c.session, std::string(body), Op(f.op), c.out.empty() ? c.fd : nullptr});
       }
       work_.notify_one();
       return true;
@@ -110,7 +112,7 @@ bool Server::read(Conn& c, Loop& loop, std::string_view body) {
       if (r.region < kCopies) {
         if (r.region >= arenas_.size() && !c.learnt) {
           c.again = c.learnt = c.busy = true;
-          jobs_.push_back({&loop, c.serial, c.session, "", Op::kRead});
+          jobs_.push_back({&loop, c.serial, c.session, "", Op::kRead, nullptr});
           work_.notify_one();
           return true;
         }
@@ -173,11 +175,21 @@ void Server::help() {
     } catch (const std::exception&) {  // the broker is gone, or there is no memory
       if (job.op != Op::kRead) reply = framed(job.op, Code::kLost, 0);
     }
+    if (job.fd) answer_at_once(job, &reply);
     job.loop->post(job.conn, std::move(reply), true);
   }
 }
 
-Entry Server::pin_one(Session& s, ObjectId id, bool inlined, size_t* room, std::string* bytes) {
+// The connection is this thread's until the loop hears that it has been answered. What the socket does not take now, the loop sends.
+void Server::answer_at_once(const Job& job, std::string* reply) {
+  const ssize_t n = ::send(job.fd->get(), reply->data(), reply->size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (n <= 0) return;  // it will learn why
+  count_sent(uint64_t(n));
+  reply->erase(0, size_t(n));
+}
+
+// What comes inline is appended to `reply`, and its view is held until the request is done.
+Entry Server::pin_one(Session& s, ObjectId id, bool inlined, std::string* reply, std::vector<std::shared_ptr<View>>* held) {
   Entry e;
   {
     std::lock_guard lock(mutex_);
@@ -196,11 +208,11 @@ Entry Server::pin_one(Session& s, ObjectId id, bool inlined, size_t* room, std::
     return e;
   }
   e.size = e.available = view->size();
-  if (inlined && e.size <= kInlinePin && e.size <= *room) {
+  if (inlined && e.size <= kInlinePin) {
     e.code = uint16_t(Code::kInline);
     e.inlined = uint32_t(e.size);
-    *room -= e.size;
-    bytes->append(reinterpret_cast<const char*>(view->data()), e.size);
+    reply->append(reinterpret_cast<const char*>(view->data()), e.size);
+    held->push_back(std::move(view));
     return e;
   }
   Client::Place at;
@@ -224,29 +236,48 @@ bool Server::pin(const Job& job, std::string* reply) {
   std::string_view body = job.body;
   PinRequest q;
   if (!take(&body, &q)) return false;
-  std::vector<Entry> entries(q.count);
-  std::string bytes;
-  size_t room = kInlineReply;
   Session& s = *job.session;
   const std::string bad = name_in(q.bad);
-  for (Entry& e : entries) {
+  const size_t head = sizeof(Frame) + q.count * sizeof(Entry);
+  reply->assign(head, '\0');
+  std::vector<std::shared_ptr<View>> held;
+  std::vector<ObjectId> kept;
+  for (uint32_t i = 0; i < q.count; ++i) {
     ObjectId id;
     take(&body, &id);
-    e = pin_one(s, id, q.inlined, &room, &bytes);
-    if (e.code || e.size < kRelayMin || e.available < e.size || s.me.empty()) continue;
-    std::lock_guard lock(mutex_);
-    if (s.over) break;
-    set_name(e.source, tracker_.assign(id, s.me, bad));
-    s.pulling.insert(id);
+    Entry e = pin_one(s, id, q.inlined && reply->size() - head <= kInlineReply - kInlinePin, reply, &held);
+    if (q.kept && Code(e.code) == Code::kInline) kept.push_back(id);
+    if (!e.code && e.size >= kRelayMin && e.available == e.size && !s.me.empty()) {
+      std::lock_guard lock(mutex_);
+      if (s.over) break;
+      set_name(e.source, tracker_.assign(id, s.me, bad));
+      s.pulling.insert(id);
+    }
+    std::memcpy(reply->data() + sizeof(Frame) + i * sizeof e, &e, sizeof e);
   }
+  keep(s, kept);
   std::unordered_map<ObjectId, Session::Pin> late;  // nobody is there any more who would unpin them
   {
     std::lock_guard lock(mutex_);
     if (s.over) late.swap(s.pins), s.copies.clear();
   }
-  std::string all(reinterpret_cast<const char*>(entries.data()), entries.size() * sizeof(Entry));
-  *reply = framed(Op::kPin, Code::kOk, 0, all.append(bytes));
+  const Frame f{uint32_t(reply->size() - sizeof f), uint16_t(Op::kPin), 0, 0};
+  std::memcpy(reply->data(), &f, sizeof f);
   return true;
+}
+
+// That session has a replica of each. Whoever listens to the broker calls gone() when one ceases to exist.
+void Server::keep(Session& s, const std::vector<ObjectId>& ids) {
+  if (ids.empty()) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (s.over) return;
+    for (ObjectId id : ids) {
+      s.replicas.insert(id);
+      replicas_[id].insert(s.number);
+    }
+  }
+  client_->watch(ids);
 }
 
 bool Server::unpin(const Job& job, std::string* reply) {
@@ -273,13 +304,10 @@ bool Server::unpin(const Job& job, std::string* reply) {
       }
       const bool kept = q.kept && (all || !pinned) && !s.over;  // what came inline was never pinned
       if (s.pulling.erase(id)) tracker_.finish(id, s.me, kept);
-      if (!kept) continue;
-      s.replicas.insert(id);
-      replicas_[id].insert(s.number);
-      watch.push_back(id);
+      if (kept) watch.push_back(id);
     }
   }
-  if (!watch.empty()) client_->watch(watch);  // whoever listens to the broker then calls gone()
+  keep(s, watch);
   *reply = framed(Op::kUnpin, Code::kOk, all);
   return true;
 }

@@ -180,7 +180,7 @@ std::optional<SavedObject> Table::saved(ObjectId id) const {
 
 std::optional<SavedClaim> Table::saved(const ClaimKey& key) const {
   auto it = claims_.find(key);
-  if (it == claims_.end()) return std::nullopt;
+  if (it == claims_.end() || it->second.objects.empty()) return std::nullopt;  // an inquiry is not saved
   const Claim& c = it->second;
   SavedClaim out{key, c.owner, c.creator, c.handover, c.inherited, {}};
   for (const auto& claimed : c.objects)

@@ -83,7 +83,7 @@ class Fuzzer {
       case peer::Op::kPin: {
         PinRequest q;
         q.count = uint32_t(n + (pick(60) == 0));
-        q.inlined = uint32_t(pick(2));
+        q.inlined = uint16_t(pick(2)), q.kept = uint16_t(pick(2));
         if (pick(3) == 0) set_name(q.bad, "f" + std::to_string(pick(4)));
         if (pick(20) == 0) std::memset(q.bad, int(rng_()), sizeof q.bad);
         body.append(bytes_of(q)).append(ids(n));

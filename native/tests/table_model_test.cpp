@@ -38,11 +38,13 @@ struct Model {
     std::set<ObjectId> objects;
     SessionId owner = 0, creator = 0;
     bool handover = false, inherited = false, orphan = false, restored = false;
+    bool bound = false;  // it binds, or has bound, objects
+    SessionId inquirer = 0;
     int orphan_since = 0;
     std::set<SessionId> asked, waiting;
   };
   struct Session {
-    bool listens = false;
+    bool listens = false, last = false;
     SessionId last_owner = 0;
     std::string group = {};
     uint64_t first_counter = 0;  // ids below are of an earlier life
@@ -59,7 +61,7 @@ struct Model {
   int now = 0;
 
   using Query = std::pair<SessionId, ClaimKey>;
-  std::vector<Query> queries;
+  std::vector<Query> queries, answers;
 
   uint64_t claims_on(ObjectId id) const {
     return uint64_t(std::count_if(claims.begin(), claims.end(), [&](auto& c) { return c.second.objects.contains(id); }));
@@ -135,24 +137,63 @@ struct Model {
       else o.removed = true;
     }
   }
+  bool may_ask(SessionId s, const Claim& c) { return sessions.contains(s) && sessions[s].listens && !c.asked.contains(s); }
+  void query(const ClaimKey& key, SessionId s) { claims[key].asked.insert(s), claims[key].waiting.insert(s), queries.emplace_back(s, key); }
+  void query_all(const ClaimKey& key, bool last) {
+    for (auto& [s, n] : sessions)
+      if (n.last == last && may_ask(s, claims[key])) query(key, s);
+  }
+  void tell(const ClaimKey& key, Answer answer) {
+    Claim& c = claims.at(key);
+    if (!c.inquirer) return;
+    ClaimKey with = key;
+    with.kind |= uint32_t(answer);
+    answers.emplace_back(c.inquirer, with);
+    if (answer != Answer::kHeld) c.inquirer = 0;
+  }
+  void end(const ClaimKey& key) {
+    if (!claims.contains(key)) return;
+    tell(key, Answer::kEnded);
+    claims.erase(key);
+  }
   void ask(const ClaimKey& key, bool everyone) {
     Claim& c = claims.at(key);
-    std::set<SessionId> whom;
-    for (auto& [s, n] : sessions)
-      if (n.listens && !c.asked.contains(s)) whom.insert(s);
-    if (!everyone && sessions.contains(c.creator) && whom.contains(sessions[c.creator].last_owner)) whom = {sessions[c.creator].last_owner};
-    for (SessionId s : whom) c.asked.insert(s), c.waiting.insert(s), queries.emplace_back(s, key);
-    if (!whom.empty()) return;
-    if (c.inherited && !c.restored) claims.erase(key);
+    const SessionId likely = sessions.contains(c.creator) ? sessions[c.creator].last_owner : 0;
+    if (!everyone && may_ask(likely, c)) return query(key, likely);
+    query_all(key, false);
+    if (!c.waiting.empty()) return;
+    tell(key, Answer::kNobody);
+    if (!c.bound) return end(key);
+    query_all(key, true);
+    if (!c.waiting.empty()) return;
+    if (c.inherited && !c.restored) end(key);
     else c.orphan = true, c.orphan_since = now;
   }
   void no(SessionId s, const ClaimKey& key) {
     Claim& c = claims.at(key);
-    if (c.waiting.erase(s) && c.waiting.empty() && !c.owner) ask(key, true);
+    if (!c.waiting.erase(s) || c.owner) return;
+    if (c.waiting.empty()) ask(key, true);
+    else if (c.inquirer && c.waiting == std::set{c.inquirer}) tell(key, Answer::kNobody);
+  }
+  void inquire(SessionId s, const ClaimKey& key) {
+    if (key.kind != uint32_t(ClaimKind::kToken) && key.kind != uint32_t(ClaimKind::kReturn)) return;
+    auto [it, fresh] = claims.try_emplace(key);
+    Claim& c = it->second;
+    c.inquirer = s;
+    if (c.owner) return tell(key, Answer::kHeld);
+    c.asked.insert(s);
+    if (fresh) {
+      c.creator = s;
+      c.handover = key.kind == uint32_t(ClaimKind::kToken);
+      return ask(key, false);
+    }
+    query_all(key, false);
+    if (c.waiting.empty() || c.waiting == std::set{s}) tell(key, Answer::kNobody);
   }
   void claim(SessionId s, const ClaimKey& key, bool handover, const std::vector<ObjectId>& ids) {
     auto [it, fresh] = claims.try_emplace(key);
     it->second.objects.insert(ids.begin(), ids.end());
+    it->second.bound = true;
     if (!fresh) return;
     it->second.creator = s;
     it->second.handover = handover;
@@ -165,9 +206,10 @@ struct Model {
       if (which(c)) out.push_back(key);
     return out;
   }
-  void listen(SessionId s, bool on) {
+  void listen(SessionId s, bool on, bool last = false) {
     if (sessions.at(s).listens == on) return;
     sessions.at(s).listens = on;
+    sessions.at(s).last = last;
     if (!on)
       for (const ClaimKey& key : keys([&](auto& c) { return c.waiting.contains(s); })) no(s, key);
     if (on)
@@ -191,7 +233,11 @@ struct Model {
       c.owner = 0;
       c.asked.clear();
       if (c.handover) ask(key, true);
-      else claims.erase(key);
+      else end(key);
+    }
+    for (const ClaimKey& key : keys([&](auto& c) { return c.inquirer == s; })) {
+      claims.at(key).inquirer = 0;
+      if (!claims.at(key).bound) end(key);
     }
     sweep();
   }
@@ -205,6 +251,7 @@ struct Model {
     c.waiting.clear();
     c.orphan = false;
     c.owner = s;
+    tell(key, Answer::kHeld);
     if (sessions.contains(c.creator)) sessions[c.creator].last_owner = s;
   }
   void disown(SessionId s, const ClaimKey& key, bool mine) {
@@ -212,7 +259,7 @@ struct Model {
     if (it == claims.end() || !it->second.asked.contains(s)) return;
     if (it->second.owner == s && it->second.restored) return unclaim(s, key);
     if (it->second.owner) return;
-    if (mine) claims.erase(it);
+    if (mine) end(key);
     else no(s, key);
     sweep();
   }
@@ -222,9 +269,15 @@ struct Model {
     Claim& c = it->second;
     const bool asked = !c.owner && c.asked.contains(s);
     if (c.owner != s && !asked) return;
-    if (!c.handover || s == c.creator) claims.erase(it);
-    else if (asked) no(s, key);
-    else c.owner = 0, c.asked = {s}, c.waiting.clear(), ask(key, true);
+    if (!c.handover || s == c.creator) {
+      end(key);
+    } else if (asked) {
+      no(s, key);
+    } else {
+      c.owner = 0, c.asked = {s}, c.waiting.clear();
+      if (c.inquirer) c.asked.insert(c.inquirer);
+      ask(key, true);
+    }
     sweep();
   }
 };
@@ -296,7 +349,7 @@ struct Run {
     auto append = [](auto& to, auto& from) { to.insert(to.end(), from.begin(), from.end()); };
     for (auto& w : more.writes) jobs.push_back({true, w});
     for (auto& r : more.reads) jobs.push_back({false, r});
-    append(fx.queries, more.queries), append(fx.changed, more.changed), append(fx.writes, more.writes), append(fx.reads, more.reads);
+    append(fx.queries, more.queries), append(fx.answers, more.answers), append(fx.changed, more.changed), append(fx.writes, more.writes), append(fx.reads, more.reads);
     append(fx.holes, more.holes), append(fx.saved.sessions, more.saved.sessions), append(fx.saved.objects, more.saved.objects);
     append(fx.saved.claims, more.saved.claims);
     fx.freed |= more.freed;
@@ -358,7 +411,7 @@ struct Run {
     return oldest;
   }
   void drop_orphan(const ClaimKey& key) {
-    m.claims.erase(key);
+    m.end(key);
     ++m.dropped;
     m.sweep();
   }
@@ -521,7 +574,7 @@ struct Run {
       CHECK(m.sessions.contains(s.id));
       CHECK(s.group == m.sessions[s.id].group && s.pid == int32_t(s.id) && s.born == 100 + s.id && s.label == "s" + std::to_string(s.id));
     }
-    CHECK_EQ(log.claims.size(), m.claims.size());
+    CHECK_EQ(log.claims.size(), m.keys([](auto& c) { return c.bound; }).size());
     for (const SavedClaim& s : log.claims) {
       CHECK(m.claims.contains(s.key));
       const Model::Claim& c = m.claims[s.key];
@@ -554,10 +607,11 @@ struct Run {
     std::erase_if(m.claims, [](auto& item) { return item.second.objects.empty(); });
     for (auto& [key, c] : m.claims) {
       c.asked.clear(), c.waiting.clear();
+      c.inquirer = 0;
       c.restored = true;
       if (!c.owner) c.orphan = true, c.orphan_since = m.now;
     }
-    for (auto& [s, n] : m.sessions) n.listens = false, n.last_owner = 0, n.first_counter = UINT64_MAX;
+    for (auto& [s, n] : m.sessions) n.listens = n.last = false, n.last_owner = 0, n.first_counter = UINT64_MAX;
     m.second_life = true;
     m.of_this_life.clear();
     m.refuses = false;
@@ -579,20 +633,21 @@ struct Run {
       t.open_session(s, int32_t(s), "s" + std::to_string(s), group, 100 + s);
       m.sessions[s].group = group;
       if (m.second_life) m.of_this_life.insert(s);
-      if (pick(4)) t.listen(s, true), m.listen(s, true);
+      const bool last = pick(4) == 0;
+      if (pick(4)) t.listen(s, true, last), m.listen(s, true, last);
       return;
     }
     const SessionId s = a_session();
-    switch (pick(24)) {
+    switch (pick(25)) {
       case 0:
         if (pick(4)) break;
         t.close_session(s);
         m.close(s);
         break;
       case 1: {
-        const bool on = pick(3);
-        t.listen(s, on);
-        m.listen(s, on);
+        const bool on = pick(3), last = pick(4) == 0;
+        t.listen(s, on, last);
+        m.listen(s, on, last);
         break;
       }
       case 2:
@@ -767,8 +822,15 @@ struct Run {
         t.spill_again();
         m.refuses = false;
         break;
-      case 22:
+      case 22: {
+        const ClaimKey key = a_key();
+        t.inquire(s, key);
+        m.inquire(s, key);
+        m.sweep();
+        break;
+      }
       case 23:
+      case 24:
         if (m.second_life && m.sessions[s].first_counter == UINT64_MAX) {
           t.resume(s, next_id);
           m.sessions[s].first_counter = next_id;
@@ -786,6 +848,10 @@ struct Run {
     std::sort(m.queries.begin(), m.queries.end(), order);
     CHECK(fx.queries == m.queries);
     m.queries.clear();
+    std::sort(fx.answers.begin(), fx.answers.end(), order);
+    std::sort(m.answers.begin(), m.answers.end(), order);
+    CHECK(fx.answers == m.answers);
+    m.answers.clear();
     std::sort(fx.holes.begin(), fx.holes.end());
     std::sort(m.holes.begin(), m.holes.end());
     CHECK(fx.holes == m.holes);

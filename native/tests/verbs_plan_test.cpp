@@ -127,7 +127,54 @@ TEST(sizes_of_chunks) {
   CHECK_EQ(chunk_bytes(16 << 20, 4, 5000), 5000u);
 }
 
+using Indices = std::vector<size_t>;
+
+TEST(ways_between_memories) {
+  const std::vector<Way> ways{{0, 0}, {1, 1}, {0, 0}, {1, 1}};  // two rails at either end, two queues each
+  CHECK(best_ways(ways, 0b01, 0b01) == (Indices{0, 2}));
+  CHECK(best_ways(ways, 0b10, 0b11) == (Indices{1, 3}));
+  CHECK(best_ways(ways, 0b10, 0b01) == (Indices{0, 2}));  // none is near at both: at the peer, then
+  CHECK(best_ways(ways, 0b10, 0b100) == (Indices{1, 3}));
+  CHECK(best_ways(ways, 0b100, 0b100) == (Indices{0, 1, 2, 3}));
+  CHECK(best_ways(ways, kAllRails, kAllRails) == (Indices{0, 1, 2, 3}));
+  CHECK(best_ways(std::vector<Way>{{0, 1}, {70, 99}}, 0, 0) == (Indices{1}));  // a rail that no set has room for is near to all
+  CHECK(best_ways({}, 1, 1).empty());
+}
+
+// Every chunk is in one batch, that of its ways, behind those that were before it.
+void batches_property(uint64_t seed) {
+  check::context = "seed " + std::to_string(seed);
+  std::mt19937_64 random(seed);
+  const auto below = [&](uint64_t n) { return random() % n; };
+  std::vector<Way> ways(1 + below(6));
+  for (Way& w : ways) w = {below(3), below(3)};
+  std::vector<Piece> mine(1 + below(4)), theirs(1 + below(4));
+  for (std::vector<Piece>* all : {&mine, &theirs})
+    for (Piece& p : *all) p.near = below(4) ? below(8) : kAllRails;
+  std::vector<Chunk> chunks(below(40));
+  for (size_t i = 0; i < chunks.size(); ++i)
+    chunks[i] = {i, i, uint32_t(below(mine.size())), 1, &theirs[below(theirs.size())]};
+  std::vector<bool> seen(chunks.size());
+  for (const Batch& b : batches(chunks, mine, ways)) {
+    CHECK(!b.chunks.empty() && !b.posted);
+    for (size_t k = 0; k < b.chunks.size(); ++k) {
+      const Chunk& c = b.chunks[k];
+      CHECK(!k || b.chunks[k - 1].local < c.local);
+      CHECK(!seen[c.local]);
+      seen[c.local] = true;
+      CHECK(c.remote_piece == chunks[c.local].remote_piece && c.local_piece == chunks[c.local].local_piece);
+      CHECK(b.ways == best_ways(ways, mine[c.local_piece].near, c.remote_piece->near));
+    }
+  }
+  CHECK(std::find(seen.begin(), seen.end(), false) == seen.end());
+  check::context.clear();
+}
+
 uint64_t seeds = 16;
+TEST(every_chunk_in_one_batch) {
+  for (uint64_t s = 0; s < seeds * 50; ++s) batches_property(s);
+}
+
 TEST(every_byte_once) {
   for (uint64_t s = 0; s < seeds * 50; ++s) property(s);
 }

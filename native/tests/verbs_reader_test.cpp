@@ -96,7 +96,7 @@ TEST(a_wrong_key) {
 }
 
 TEST(a_peer_that_is_gone) {
-  Pair p(kMiB, 2, 0, Manner{.timeout = 14, .retries = 2});
+  Pair p(kMiB, 2, 0, Manner{.timeout = 16, .retries = 2});
   p.responder.reset();
   CHECK(failure([&] { p.read(0, 0, kMiB); }).failure == Failure::kPeerLost);
 }

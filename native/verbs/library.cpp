@@ -63,6 +63,8 @@ Loaded load() {
   find(t.modify_qp, "ibv_modify_qp");
   find(t.fork_init, "ibv_fork_init");
   find(t.wc_status_str, "ibv_wc_status_str");
+  void* const dmabuf = ::dlsym(handle, "ibv_reg_dmabuf_mr");
+  std::memcpy(&t.reg_dmabuf_mr, &dmabuf, sizeof dmabuf);
   if (!out.why.empty() || kernel_copies_pinned_pages()) return out;
   out.code = t.fork_init();
   if (out.code) out.why = std::string("this kernel is older than 5.12, and ibv_fork_init failed: ") + std::strerror(out.code);

@@ -5,6 +5,9 @@
 #pragma once
 #include <infiniband/verbs.h>
 
+#include <cstddef>
+#include <cstdint>
+
 // The header wraps these two in macros of the same names; what is called are the symbols behind them.
 #undef ibv_reg_mr
 #undef ibv_query_port
@@ -35,6 +38,8 @@ struct Library {
   decltype(&::ibv_modify_qp) modify_qp;
   decltype(&::ibv_fork_init) fork_init;
   decltype(&::ibv_wc_status_str) wc_status_str;
+  // Null before rdma-core 34, whose header may lack it, too. Domain, offset in the file, bytes, address in requests, file, access.
+  ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, uint64_t, size_t, uint64_t, int, int);
 };
 
 // Loaded at the first call, and for good. Throws Error(kUnavailable) with the reason, the same at every call. Thread-safe.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
+#include <utility>
 
 #include "error.h"
 
@@ -69,6 +71,46 @@ std::vector<Chunk> cut(std::span<const Range> ranges, const Regions& regions, st
       remote += n;
       r.bytes -= n;
     }
+  }
+  return out;
+}
+
+std::vector<size_t> best_ways(std::span<const Way> ways, RailSet near_here, RailSet near_there) {
+  std::vector<size_t> best;
+  int most = -1;
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const int good = 2 * contains(near_there, ways[i].theirs) + contains(near_here, ways[i].mine);
+    if (good < most) continue;
+    if (good > most) best.clear();
+    most = good;
+    best.push_back(i);
+  }
+  return best;
+}
+
+std::vector<Batch> batches(std::vector<Chunk> chunks, std::span<const Piece> mine, std::span<const Way> ways) {
+  std::vector<Batch> out;
+  std::map<std::pair<RailSet, RailSet>, size_t> known;  // which batch
+  const auto batch_of = [&](const Chunk& c) {
+    const std::pair near{mine[c.local_piece].near, c.remote_piece->near};
+    const auto [found, fresh] = known.try_emplace(near, out.size());
+    if (!fresh) return found->second;
+    std::vector<size_t> best = best_ways(ways, near.first, near.second);
+    const auto same = std::find_if(out.begin(), out.end(), [&](const Batch& b) { return b.ways == best; });
+    found->second = size_t(same - out.begin());
+    if (same == out.end()) out.push_back({std::move(best), {}, 0});
+    return found->second;
+  };
+  for (size_t first = 0; first < chunks.size();) {
+    const size_t batch = batch_of(chunks[first]);
+    size_t end = first + 1;
+    while (end < chunks.size() && batch_of(chunks[end]) == batch) ++end;
+    if (!first && end == chunks.size()) {  // nearly always
+      out[batch].chunks = std::move(chunks);
+      break;
+    }
+    out[batch].chunks.insert(out[batch].chunks.end(), chunks.begin() + ptrdiff_t(first), chunks.begin() + ptrdiff_t(end));
+    first = end;
   }
   return out;
 }

@@ -1,14 +1,18 @@
 #include "rails.h"
 
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 
 namespace mcr::verbs {
 namespace {
+
+constexpr int kAccess = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ;
 
 // A list of all devices, for as long as one of them is being opened.
 class Devices {
@@ -97,7 +101,8 @@ std::shared_ptr<Rails> Rails::open(const std::vector<PortName>& ports) {
 Rails::~Rails() {
   if (!in_child()) return;
   // The descriptors are the parent's too: to undo anything here would undo it there.
-  for (MemoryPtr& m : memory_) m.release();
+  for (auto& [address, made] : memory_)
+    for (MemoryPtr& m : made) m.release();
   for (Rail& r : rails_) {
     r.none.release();
     r.domain.release();
@@ -112,43 +117,81 @@ void Rails::check_process() const {
     throw Error(Failure::kTransport, "RDMA devices that were opened before a fork cannot be used in the child", "fork", ECHILD);
 }
 
-std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes) {
+std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes, RailSet near) {
+  return add(address, bytes, near, "ibv_reg_mr",
+             [&](ibv_pd* domain) { return library().reg_mr(domain, reinterpret_cast<void*>(address), bytes, kAccess); });
+}
+
+std::vector<uint32_t> Rails::add_dmabuf(int file, uint64_t offset, uint64_t address, uint64_t bytes, RailSet near) {
+  constexpr const char* kOp = "ibv_reg_dmabuf_mr";
+  const auto make = library().reg_dmabuf_mr;
+  if (!make) throw Error(Failure::kRegistration, "libibverbs has no ibv_reg_dmabuf_mr: it came with rdma-core 34", kOp, EOPNOTSUPP);
+  return add(address, bytes, near, kOp, [&](ibv_pd* domain) { return make(domain, offset, bytes, address, file, kAccess); });
+}
+
+std::vector<uint32_t> Rails::add(uint64_t address, uint64_t bytes, RailSet near, const char* op,
+                                 const std::function<ibv_mr*(ibv_pd*)>& make) {
   check_process();
   std::lock_guard lock(mutex_);
   std::vector<Piece> pieces = *pieces_;
   const auto at = std::lower_bound(pieces.begin(), pieces.end(), address, [](const Piece& p, uint64_t a) { return p.address < a; });
   const bool taken = std::any_of(pieces.begin(), pieces.end(), [&](const Piece& p) { return overlap(p, address, bytes); });
   if (taken || !bytes || address + bytes < address)
-    throw Error(Failure::kRegistration, std::to_string(bytes) + " bytes: empty, or registered already in part", "ibv_reg_mr", EINVAL);
-  Piece piece{address, bytes, {}};
+    throw Error(Failure::kRegistration, std::to_string(bytes) + " bytes: empty, or registered already in part", op, EINVAL);
+  Piece piece{address, bytes, {}, near};
   std::vector<MemoryPtr> made;
   std::vector<uint32_t> remote;
   for (const Rail& rail : rails_) {
-    constexpr int kAccess = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ;
-    MemoryPtr m(library().reg_mr(rail.domain.get(), reinterpret_cast<void*>(address), bytes, kAccess));
+    MemoryPtr m(make(rail.domain.get()));
     if (!m) {
       const int code = errno;
       std::string text = rail.port.name.device + " cannot register " + std::to_string(bytes) + " bytes, with " +
                          std::to_string(registered_) + " bytes registered: " + std::strerror(code);
       if (code == ENOMEM || code == EPERM)
         text += " (RLIMIT_MEMLOCK is " + limit_text() + " here, and every registered byte is locked: raise it, `ulimit -l unlimited`)";
-      throw Error(Failure::kRegistration, text, "ibv_reg_mr", code);
+      throw Error(Failure::kRegistration, text, op, code);
     }
     piece.keys.push_back(m->lkey);
     remote.push_back(m->rkey);
     made.push_back(std::move(m));
   }
   pieces.insert(at, std::move(piece));
-  memory_.reserve(memory_.size() + made.size());
-  pieces_ = std::make_shared<const std::vector<Piece>>(std::move(pieces));
-  std::move(made.begin(), made.end(), std::back_inserter(memory_));
+  auto all = std::make_shared<const std::vector<Piece>>(std::move(pieces));
+  memory_.emplace(address, std::move(made));
+  pieces_ = std::move(all);
   registered_ += bytes;
   return remote;
+}
+
+void Rails::remove(uint64_t address) {
+  check_process();
+  std::lock_guard lock(mutex_);
+  std::vector<Piece> pieces = *pieces_;
+  const auto at = std::find_if(pieces.begin(), pieces.end(), [&](const Piece& p) { return p.address == address; });
+  if (at == pieces.end()) return;
+  registered_ -= at->bytes;
+  pieces.erase(at);
+  pieces_ = std::make_shared<const std::vector<Piece>>(std::move(pieces));
+  memory_.erase(address);
 }
 
 std::shared_ptr<const std::vector<Piece>> Rails::pieces() const {
   std::lock_guard lock(mutex_);
   return pieces_;
+}
+
+int memory_node(uint64_t address) {
+  constexpr unsigned long kOfAddress = 2;  // MPOL_F_ADDR
+  constexpr size_t kBits = 64;
+  unsigned long nodes[16]{};
+  int mode = 0, found = -1;
+  if (::syscall(SYS_get_mempolicy, &mode, nodes, std::size(nodes) * kBits, address, kOfAddress)) return -1;
+  for (size_t i = 0; i < std::size(nodes); ++i) {
+    if (!nodes[i]) continue;
+    if (found >= 0 || std::popcount(nodes[i]) > 1) return -1;
+    found = int(i * kBits) + std::countr_zero(nodes[i]);
+  }
+  return found;
 }
 
 std::vector<std::string> device_names() {

@@ -6,6 +6,8 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -71,8 +73,14 @@ class Rails : public std::enable_shared_from_this<Rails> {
   const Rail& operator[](size_t i) const { return rails_[i]; }
 
   // Lets every rail read into that memory, and peers read it. Returns the keys for peers, one a rail. Pins all its pages. The memory must
-  // stay mapped, and have nothing in common with memory that is registered already. Throws Error(kRegistration).
-  std::vector<uint32_t> add(uint64_t address, uint64_t bytes);
+  // stay mapped, and have nothing in common with memory that is registered already. `near`: see Piece. Throws Error(kRegistration).
+  std::vector<uint32_t> add(uint64_t address, uint64_t bytes, RailSet near = kAllRails);
+  // The same for memory of another device, of which `file` is a dma-buf. It begins at `offset` there, and its address is that device's. The
+  // descriptor is only borrowed.
+  std::vector<uint32_t> add_dmabuf(int file, uint64_t offset, uint64_t address, uint64_t bytes, RailSet near = kAllRails);
+
+  // Takes back what `add` did. For memory that no read goes into and that no peer was told of; does nothing for an address that was not added.
+  void remove(uint64_t address);
 
   // This process's pieces, sorted by address, with the keys for its own reads. Pieces that are added later are in later lists.
   std::shared_ptr<const std::vector<Piece>> pieces() const;
@@ -82,14 +90,18 @@ class Rails : public std::enable_shared_from_this<Rails> {
 
  private:
   Rails() = default;
+  std::vector<uint32_t> add(uint64_t address, uint64_t bytes, RailSet near, const char* op, const std::function<ibv_mr*(ibv_pd*)>& make);
 
   pid_t pid_ = 0;
   std::vector<Rail> rails_;
   mutable std::mutex mutex_;
-  std::vector<MemoryPtr> memory_;  // after the rails: it is let go of before them
+  std::map<uint64_t, std::vector<MemoryPtr>> memory_;  // by address; after the rails: it is let go of before them
   std::shared_ptr<const std::vector<Piece>> pieces_;
   uint64_t registered_ = 0;  // bytes
 };
+
+// The NUMA node that memory is bound to, or prefers; -1: to none, or to several, or the kernel does not say. Touches no page.
+int memory_node(uint64_t address);
 
 // The names of the devices that the library can open. Empty where the kernel has no RDMA.
 std::vector<std::string> device_names();

@@ -158,9 +158,11 @@ void Reader::read(std::span<const Range> ranges, int64_t timeout_ns, bool (*inte
   }
   uint64_t total = 0;
   for (const Range& r : ranges) total += r.bytes;
-  const std::vector<Chunk> chunks = cut(ranges, *theirs, *mine, chunk_bytes(total, queues_.size(), largest_));
+  std::vector<Way> ways;
+  for (const auto& q : queues_) ways.push_back({lanes_[q->lane].rail, q->key});
+  std::vector<Batch> all = batches(cut(ranges, *theirs, *mine, chunk_bytes(total, queues_.size(), largest_)), *mine, ways);
   try {
-    run(chunks, *mine, turn);
+    run(std::move(all), *mine, turn);
   } catch (const Error& e) {
     const Error told = e.code == ETIMEDOUT && e.what()[0] == 0 ? late() : e;
     tear_down(told.what());
@@ -171,13 +173,14 @@ void Reader::read(std::span<const Range> ranges, int64_t timeout_ns, bool (*inte
   }
 }
 
-void Reader::run(std::span<const Chunk> chunks, std::span<const Piece> mine, Turn& turn) {
-  size_t posted = 0, done = 0;
+void Reader::run(std::vector<Batch> batches, std::span<const Piece> mine, Turn& turn) {
+  size_t left = 0;
+  for (const Batch& b : batches) left += b.chunks.size();
   int idle = 0;
-  while (done < chunks.size()) {
-    posted += post(chunks.subspan(posted), mine);
+  while (left) {
+    for (Batch& b : batches) post(b, mine);
     const size_t n = collect();
-    done += n;
+    left -= n;
     turn.look();
     if (n) {
       idle = 0;
@@ -190,21 +193,22 @@ void Reader::run(std::span<const Chunk> chunks, std::span<const Piece> mine, Tur
   }
 }
 
-// The queue pair with the fewest bytes under way, of those that take another request: a slow rail gets less. Their number if none does.
-size_t Reader::freest() const {
+// The queue pair with the fewest bytes under way, of those that take another request: a slow rail gets less. The number of all if none does.
+size_t Reader::freest(std::span<const size_t> among) const {
   size_t best = queues_.size();
-  for (size_t i = 0; i < queues_.size(); ++i)
+  for (const size_t i : among)
     if (queues_[i]->requests < queues_[i]->depth && (best == queues_.size() || queues_[i]->bytes < queues_[best]->bytes)) best = i;
   return best;
 }
 
-// Hands out as many chunks as there is room for. Returns how many.
-size_t Reader::post(std::span<const Chunk> chunks, std::span<const Piece> mine) {
+// Hands out as many chunks as there is room for.
+void Reader::post(Batch& batch, std::span<const Piece> mine) {
   ibv_sge places[kChain];
   ibv_send_wr requests[kChain];
-  size_t done = 0;
+  const std::vector<Chunk>& chunks = batch.chunks;
+  size_t& done = batch.posted;
   while (done < chunks.size()) {
-    const size_t index = freest();
+    const size_t index = freest(batch.ways);
     if (index == queues_.size()) break;
     Queue* q = queues_[index].get();
     const size_t rail = lanes_[q->lane].rail;
@@ -232,7 +236,6 @@ size_t Reader::post(std::span<const Chunk> chunks, std::span<const Piece> mine) 
     q->requests += uint32_t(n);
     done += n;
   }
-  return done;
 }
 
 // Takes what is complete, without waiting. Returns how many.

@@ -57,9 +57,9 @@ class Reader {
   struct Turn;
   class Busy;  // who has the queue pairs, for as long as it lives
 
-  void run(std::span<const Chunk> chunks, std::span<const Piece> mine, Turn& turn);
-  size_t post(std::span<const Chunk> chunks, std::span<const Piece> mine);
-  size_t freest() const;
+  void run(std::vector<Batch> batches, std::span<const Piece> mine, Turn& turn);
+  void post(Batch& batch, std::span<const Piece> mine);
+  size_t freest(std::span<const size_t> among) const;
   const std::string& device_of(const Lane& lane) const { return (*rails_)[lane.rail].port.name.device; }
   size_t collect();
   void arm();

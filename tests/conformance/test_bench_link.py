@@ -49,6 +49,7 @@ def listening() -> Iterator[Listening]:
 
 
 def test_two_ends(listening):
+    assert listening.facts["token"].isalnum(), "as an argument it could be taken for an option"
     done = listening.measure("--json", "--streams", "2", MOONCAKE_RAY_SECRET=listening.facts["token"])
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]

@@ -7,6 +7,7 @@ import mmap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -60,6 +61,8 @@ class TransportSuite:
     out_of_process: ClassVar[bool] = True
     serves_when_stopped: ClassVar[bool] = False
     """Whether the memory of a stopped process can still be read: nobody there has to do anything."""
+    finds_regions_itself: ClassVar[bool] = True
+    """Whether a connection can read what was registered after it was made, without asking the peer what it has by now."""
     checks_ranges_itself: ClassVar[bool] = True
     """Whether a range that is wrong leaves the connection usable."""
 
@@ -152,11 +155,47 @@ class TransportSuite:
         target.expect(ranges)
 
     @own_peer
-    def test_a_region_that_came_later(self, connection, target, remote):
-        late = remote.grow()
+    def test_regions_that_came_later(self, transport, target, remote):
+        """At either end."""
+
+        def redescribe() -> Any:
+            asked.append(1)
+            return peer.redescribe()
+
+        asked: list[int] = []
+        peer = remote.peer()
+        connection, unasked = (self.connect(transport, replace(peer, redescribe=r)) for r in (redescribe, None))
+        late, here = remote.grow(), Target(2 * MIB)
+        transport.register(Memory(1, here.address, here.nbytes))
         ranges = table((late, 11, target.address + 1, 3 * MIB), (0, 5, target.address + 4 * MIB, 99))
-        connection.read(ranges, TIMEOUT_S)
+        into_late = table((late, 4096, here.address + 5, MIB), (0, 7, here.address + MIB + 9, 1000))
+        for known in (ranges, into_late):
+            connection.read(known, TIMEOUT_S)
         target.expect(ranges)
+        here.expect(into_late)
+        assert len(asked) == (0 if self.finds_regions_itself else 1)
+        if not self.finds_regions_itself:
+            with pytest.raises(TransportError) as refused:
+                unasked.read(ranges, TIMEOUT_S)
+            assert refused.value.errno == errno.EINVAL
+        target.bytes[:] = GUARD
+        ranges = ranges if self.finds_regions_itself else ranges[1:]
+        unasked.read(ranges, TIMEOUT_S)
+        target.expect(ranges)
+
+    @own_peer
+    def test_a_peer_that_cannot_be_asked_what_it_has(self, transport, target, remote):
+        def redescribe() -> Any:
+            raise PeerLostError("nobody answers", "describe", errno.ECONNRESET)
+
+        connection = self.connect(transport, replace(remote.peer(), redescribe=redescribe))
+        late, good = remote.grow(), table((0, 5, target.address, 99))
+        if not self.finds_regions_itself:
+            with pytest.raises(PeerLostError, match="nobody answers"):
+                connection.read(table((late, 0, target.address, 8)), TIMEOUT_S)
+            assert not connection.closed
+        connection.read(good, TIMEOUT_S)
+        target.expect(good)
 
     def test_threads_share_a_connection(self, connection, target):
         def read(i: int) -> None:
@@ -218,6 +257,14 @@ class TransportSuite:
     def test_a_region_twice(self, transport, target):
         with pytest.raises(RegistrationError):
             transport.register(Memory(0, target.address, target.nbytes))
+
+    def test_memory_of_a_device_that_cannot_be_registered(self, transport, target):
+        """There is no such device here, whether or not the transport could take its memory."""
+        with pytest.raises(RegistrationError, match="4096 bytes of CUDA device 99") as refused:
+            transport.register(Memory(5, target.address, 4096, device=99))
+        assert refused.value.errno == errno.EOPNOTSUPP
+        other = Target(4096)
+        transport.register(Memory(5, other.address, 4096))
 
     def test_connect_again(self, transport, target, remote):
         for i in range(5):

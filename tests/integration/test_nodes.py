@@ -36,7 +36,8 @@ class Worker:
         scope = {"self": self, "np": np, "torch": torch, "mooncake_ray": mooncake_ray}
         exec(code, scope)
         return scope.get("out")
-def workers(*nodes): return [Worker.options(**on(n)).remote() for n in nodes]
+names = iter("abcdef")
+def workers(*nodes): return [Worker.options(name=next(names), **on(n)).remote() for n in nodes]
 def expected(n, seed=0): return float((torch.arange(n, dtype=torch.float32) + seed).double().sum())
 def eventually(condition, what):
     end = time.monotonic() + 60
@@ -63,6 +64,58 @@ def leaks_allowed() -> Allowed:
 
 def run(cluster: Cluster, body: str, node: int = 0, **env: str) -> str:
     return cluster.program(node, START + body + "\nprint('done')", env=env, timeout_s=180)
+
+
+def test_what_is_returned_to_another_node_ends_with_its_refs(nodes):
+    """Whether it was got there, or only waited for, or not even that; and with a caller that is killed."""
+    run(
+        nodes,
+        """
+a, b = workers(1, 2)
+n = 1 << 18
+for seed in range(3):
+    value = a.make.remote(n, seed)
+    ray.get(value)
+    ray.wait([a.make.remote(n, seed)], fetch_local=False)
+    a.make.remote(n, seed)
+    del value
+settles(a)
+ray.get(b.run.remote("import ray; self.kept = ray.get_actor('a').make.remote(1 << 18); ray.wait([self.kept], fetch_local=False)"))
+eventually(lambda: ray.get(a.stats.remote())["used_bytes"] > 0, lambda: "nothing was made")
+time.sleep(0.5)
+assert ray.get(a.stats.remote())["orphans"] == 0
+ray.kill(b)
+settles(a)
+""",
+    )
+
+
+def test_what_is_detached_from_its_job_keeps_its_services(nodes):
+    run(
+        nodes,
+        """
+options = dict(namespace="kept", lifetime="detached")
+kept = [Worker.options(name=f"kept{n}", **options, **on(n)).remote() for n in (1, 2)]
+ray.get([k.stats.remote() for k in kept])
+""",
+    )
+    nodes.program(
+        0,
+        """
+import time, ray
+ray.init(namespace="kept", log_to_driver=False)  # a job that has nothing to do with the pool
+time.sleep(3)  # for longer than a service needs to see that its job is over
+one, other = (ray.get_actor(f"kept{n}") for n in (1, 2))
+n = 1 << 20
+assert ray.get(other.get.remote(ray.get(one.keep.remote(n)))) == n * (n - 1) / 2
+ray.kill(one), ray.kill(other)
+end = time.monotonic() + 60
+while services := [a for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "mooncake_ray"]:
+    assert time.monotonic() < end, services
+    time.sleep(0.1)
+""",
+        timeout_s=180,
+    )
 
 
 def test_put_and_returns_are_got_on_another_node(nodes):

@@ -61,7 +61,7 @@ def main():
         attributes.ah_attr = AHAttr(port_num=1, is_global=1, gr=route)
         queue.to_rts(attributes)
 
-    _, start, nbytes, pieces = heard["region"]
+    _, start, nbytes, pieces, _ = heard["region"]
     memory = MR(domain, nbytes, e.IBV_ACCESS_LOCAL_WRITE)
     key = pieces[0][2][0]
     read = attempt(queues[0], completions, memory, e.IBV_WR_RDMA_READ, start, key, nbytes)

@@ -9,6 +9,7 @@ from transport_suite import MIB, Target, TransportSuite
 class TestVerbs(TransportSuite):
     name = "verbs"
     serves_when_stopped = True
+    finds_regions_itself = False
 
     @pytest.fixture
     def target(self, request):

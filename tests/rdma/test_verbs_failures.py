@@ -18,9 +18,10 @@ from pairs import GUARD, MIB, SESSION, TIMEOUT_S, Pair, memory
 
 from mooncake_ray.config import Config
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError, TransportUnavailableError
+from mooncake_ray.store import gpudirect
 from mooncake_ray.transport import Memory, get_transport
 
-QUICK = {"timeout": 14, "retries": 3}  # a peer that does not answer is given up after a quarter of a second
+QUICK = {"timeout": 16, "retries": 3}  # a peer that does not answer is given up after a second: a busy one is not
 PATIENT = {"timeout": 20, "retries": 6}  # after half a minute
 
 
@@ -45,8 +46,8 @@ def pair_with():
 
 
 def wrong_keys(description):
-    for *_, pieces in description["regions"]:
-        for piece in pieces:
+    for region in description["regions"]:
+        for piece in region[3]:
             piece[2] = [key ^ 0xFF for key in piece[2]]
 
 
@@ -282,12 +283,61 @@ def test_locked_memory_is_limited():
     assert out[1] == "1"
 
 
+def test_a_registration_that_fails_half_way_leaves_what_can_be_closed():
+    most = 4 * MIB
+    out = said(
+        in_a_process(
+            f"verbs = get_transport('verbs')(Config(), largest_registration={most})\n"
+            f"resource.setrlimit(resource.RLIMIT_MEMLOCK, ({3 * most}, {3 * most}))\nos.setuid(65534)\n"
+            f"held = memory({5 * most}, 0)\n"
+            "for _ in '12':\n"
+            f"    try:\n        verbs.register(Memory(1, held.ctypes.data, {5 * most}))\n"
+            "    except RegistrationError as e:\n        print(e)\n"
+            "print(verbs.describe()['regions'])\nverbs.close()\n"
+            f"again = get_transport('verbs')(Config())\nagain.register(Memory(1, held.ctypes.data, {2 * most}))\nagain.close()\n"
+        )
+    )
+    for number in (most, 3 * most):
+        assert f"{number} bytes" in out[0]
+    assert f"all {5 * most} bytes" in out[0]
+    assert out[1:] == [out[0], "[]"], "what was registered before the failure is in the way"
+
+
 def test_registering_what_is_registered(pair):
     at = pair.target.ctypes.data
     for address, nbytes in ((at, pair.target.nbytes), (at + MIB, 4096), (at - 4096, 8192)):
         with pytest.raises(RegistrationError):
             pair.here.register(Memory(9, address, nbytes))
     pair.read_all(pair.connect())
+
+
+def test_a_dma_buf_that_is_none(pair):
+    native = pair.here._rails
+    with open("/dev/zero", "rb") as file, pytest.raises(RegistrationError, match="rxe0 cannot register 8192 bytes") as refused:
+        native.register_dmabuf(file.fileno(), 0, 1 << 40, 8192)
+    assert refused.value.op == "ibv_reg_dmabuf_mr" and refused.value.errno
+    pair.read_all(pair.connect())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(gpudirect.unsupported()), reason=gpudirect.unsupported() or "there is a device")
+def test_memory_of_a_gpu(pair):
+    """From this machine's memory into a GPU's, and back."""
+    import torch
+
+    there, back = (torch.zeros(pair.target.nbytes, dtype=torch.uint8, device="cuda") for _ in "12")
+    pair.here.register(Memory(6, there.data_ptr(), there.nbytes, device=0))
+    ranges = pair.ranges((0, 0, there.nbytes))
+    ranges[0, 2] = there.data_ptr()
+    pair.connect().read(ranges, TIMEOUT_S)
+    np.testing.assert_array_equal(there.cpu().numpy(), pair.source)
+    back[:] = there.flip(0)
+    torch.cuda.synchronize()
+    pair.there.register(Memory(6, back.data_ptr(), back.nbytes, device=0))
+    ranges = pair.ranges((0, 0, back.nbytes))
+    ranges[0, 0] = 6
+    pair.connect().read(ranges, TIMEOUT_S)
+    np.testing.assert_array_equal(pair.target, pair.source[::-1])
 
 
 def test_registering_what_is_not_mapped(pair):

@@ -13,7 +13,7 @@ import pytest
 from pairs import GUARD, MIB, SESSION, TIMEOUT_S, Pair, memory, table
 
 from mooncake_ray.config import Config
-from mooncake_ray.transport import Memory, get_transport
+from mooncake_ray.transport import Memory, get_transport, rails
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 
@@ -89,6 +89,29 @@ def test_bytes_go_over_all_rails(two_rails):
     for i in range(1000):
         np.testing.assert_array_equal(two_rails.target[i * 3001 : i * 3001 + 2999], two_rails.source[i * 5003 : i * 5003 + 2999])
         assert (two_rails.target[i * 3001 + 2999 : (i + 1) * 3001] == GUARD).all()
+
+
+def test_bytes_go_over_the_rails_that_are_near_to_them(second_device, monkeypatch):
+    """Both ends' memory is on the node of the second device; later comes some that is on the first one's at the peer."""
+    monkeypatch.setattr(rails, "near_rails", lambda *_: [1])
+    pair = Pair(4 * MIB)
+    try:
+        connection = pair.connect()
+        pair.read_all(connection)
+        assert connection.bytes_by_rail() == {"rxe0>rxe0": 0, "rxe9>rxe9": 4 * MIB}
+        monkeypatch.setattr(rails, "near_rails", lambda *_: [0])
+        late = memory(MIB)
+        pair.there.register(Memory(4, late.ctypes.data, MIB))
+        at = pair.target.ctypes.data
+        pair.target[:] = GUARD
+        connection.read(table((4, 0, at, MIB), (3, 5, at + MIB, MIB), (4, 77, at + 2 * MIB, 1000)), TIMEOUT_S)
+        assert connection.bytes_by_rail() == {"rxe0>rxe0": MIB + 1000, "rxe9>rxe9": 5 * MIB}
+        np.testing.assert_array_equal(pair.target[:MIB], late)
+        np.testing.assert_array_equal(pair.target[MIB : 2 * MIB], pair.source[5 : MIB + 5])
+        np.testing.assert_array_equal(pair.target[2 * MIB : 2 * MIB + 1000], late[77:1077])
+        assert (pair.target[2 * MIB + 1000 :] == GUARD).all()
+    finally:
+        pair.close()
 
 
 def test_one_rail_reads_from_a_peer_with_two(two_rails):

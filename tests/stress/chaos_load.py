@@ -30,7 +30,7 @@ _TOLD_S = 5.0
 _PENDING, _ITEMS = 8, 24
 _ROWS, _WIDTH = 512, 256
 _LEFT = ("leases", "pins", "claims", "objects", "removed_but_pinned", "used_bytes", "inline_bytes")
-_LEFT_IN_ENGINE = ("pins", "offers")
+_LEFT_IN_ENGINE = ("pins", "offers", "replicas_here", "claims_elsewhere")
 _CONNECTIONS_PER_PEER = 8
 
 
@@ -107,7 +107,11 @@ class Actor:
         return answer
 
     def left(self) -> dict[str, Any]:
-        """What there still is in the pool of this node, and who claims some of it."""
+        """What there still is in the pool of this node, and who claims some of it.
+
+        But for replicas, which the pool drops when it needs the room: what is left of a pool that was lost stays as long as it costs nothing.
+        (Of pools that live, the engine says whether there are any.)
+        """
         import mooncake_ray
         from mooncake_ray.objects import session
 
@@ -115,7 +119,10 @@ class Actor:
         stats = mooncake_ray.pool_stats()
         left: dict[str, Any] = {name: stats[name] for name in _LEFT if stats[name]}
         if left and (here := session.current()):
-            rows = json.loads(here.client.inspect())["object_rows"]
+            stats = json.loads(here.client.inspect())
+            rows = [row for row in stats["object_rows"] if {c["kind"] for c in row["claims"]} != {"replica"}]
+            if not rows and not any(stats[name] for name in ("leases", "pins", "removed_but_pinned")):
+                return {}
             left["rows"] = [[row["state"], row["size"], round(row["age_s"]), [c["kind"] for c in row["claims"]]] for row in rows[:8]]
         return left
 

@@ -52,7 +52,7 @@ class Site:
         name = node.broker_name(scope.name)
         own: list[Endpoint] = []
         client = node.connect(name, scope.config)
-        self.engine = Engine(client, door_name(name), map.of(own), secret, "127.0.0.1", scope.config)
+        self.engine = Engine(client, name, map.of(own), secret, "127.0.0.1", scope.config)
         own.append(self.engine.endpoint)
         self.pool_id = self.store.client.pool_id
         map.engines[self.pool_id] = self.engine.endpoint

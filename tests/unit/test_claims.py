@@ -12,7 +12,6 @@ from mooncake_ray._native import pool
 from mooncake_ray.store import node
 from mooncake_ray.transfer.claims import Claims
 from mooncake_ray.transfer.directory import Endpoint
-from mooncake_ray.transfer.door import door_name
 from mooncake_ray.transfer.engine import Engine
 
 RETURN, TOKEN = pool.KIND_RETURN, pool.KIND_TOKEN
@@ -146,9 +145,7 @@ def test_an_engine_that_comes_back_is_asked_again(sites, process):
     until(lambda: home.engine.claims.count() == 1, "it is adopted")
     there.engine.close()
     name = node.broker_name(there.scope.name)
-    again = Engine(
-        node.connect(name, there.scope.config), door_name(name), sites.map.of(own := []), SECRET, "127.0.0.1", there.scope.config
-    )
+    again = Engine(node.connect(name, there.scope.config), name, sites.map.of(own := []), SECRET, "127.0.0.1", there.scope.config)
     own.append(again.endpoint)
     sites.map.engines[there.pool_id] = again.endpoint
     try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,12 +25,12 @@ def test_span(address, nbytes):
     assert length - nbytes < 2 * PAGE and address - start < PAGE
 
 
-class Libraries:
-    """Both, as far as they are used."""
+class Cuda:
+    """As far as it is used, and rails that say what they are told."""
 
-    def __init__(self, monkeypatch, *, attribute=1, init=0, export=0, refuse=0):
+    def __init__(self, monkeypatch, *, attribute=1, init=0, export=0, refuse=0, peer_memory=False):
         self.said = []
-        self.mr = gpudirect._Mr(lkey=7, rkey=9)
+        self.refuse = refuse
 
         def attribute_of(value, which, device):
             self.said.append(("attribute", which))
@@ -42,59 +42,78 @@ class Libraries:
             fd._obj.value = self.fd = os.open("/dev/null", os.O_RDONLY)
             return export
 
-        def reg(pd, offset, length, iova, fd, access):
-            os.fstat(fd)
-            self.said.append(("register", pd, offset, length, iova, access))
-            ctypes.set_errno(refuse)
-            return None if refuse else ctypes.pointer(self.mr)
-
         cuda = SimpleNamespace(
             cuInit=lambda flags: init,
             cuDeviceGet=lambda out, device: 0,
             cuDeviceGetAttribute=attribute_of,
             cuMemGetHandleForAddressRange=get_handle,
         )
-        verbs = SimpleNamespace(ibv_reg_dmabuf_mr=reg, ibv_dereg_mr=lambda mr: self.said.append(("forget", mr.contents.rkey)))
         monkeypatch.setattr(gpudirect, "_cuda", lambda: cuda)
-        monkeypatch.setattr(gpudirect, "_verbs", lambda: verbs)
+        monkeypatch.setattr(gpudirect, "_PEER_MEMORY", Path("/" if peer_memory else "/nothing/nvidia_peermem"))
+
+    def register(self, *args):
+        self.said.append(("register", *args))
+        return [9]
+
+    def register_dmabuf(self, fd, *args):
+        os.fstat(fd)
+        self.said.append(("register_dmabuf", *args))
+        if self.refuse:
+            raise RegistrationError("not supported", "ibv_reg_dmabuf_mr", self.refuse)
+        return [9]
 
 
-def test_registered_by_its_own_address(monkeypatch):
-    libraries = Libraries(monkeypatch)
-    registered = gpudirect.register(0xABC, 0x7F0000001010, 5000)
-    assert libraries.said == [("export", 0x7F0000001000, 2 * PAGE, 1, 0), ("register", 0xABC, 0x10, 5000, 0x7F0000001010, 5)]
-    assert (registered.lkey, registered.rkey) == (7, 9)
+def is_closed(fd):
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(libraries.fd)
-    registered.close()
-    registered.close()
-    assert libraries.said[2:] == [("forget", 9)]
+        os.fstat(fd)
+    return True
+
+
+def test_as_a_dma_buf_by_its_own_address(monkeypatch):
+    cuda = Cuda(monkeypatch, peer_memory=True)
+    assert gpudirect.register(cuda, 0, 0x7F0000001010, 5000, [0]) == [9]
+    assert cuda.said[1:] == [
+        ("export", 0x7F0000001000, 2 * PAGE, 1, 0),
+        ("register_dmabuf", 0x10, 0x7F0000001010, 5000, [0]),
+    ]
+    assert is_closed(cuda.fd)
 
 
 def test_refused_by_the_card(monkeypatch):
-    libraries = Libraries(monkeypatch, refuse=errno.EOPNOTSUPP)
-    with pytest.raises(RegistrationError, match="not supported") as e:
-        gpudirect.register(0xABC, 0x1000, 10)
-    assert (e.value.op, e.value.errno) == ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(libraries.fd)
+    cuda = Cuda(monkeypatch, refuse=errno.EOPNOTSUPP)
+    with pytest.raises(RegistrationError, match="not supported"):
+        gpudirect.register(cuda, 0, 0x1000, 10)
+    assert is_closed(cuda.fd)
 
 
 def test_refused_by_cuda(monkeypatch):
-    libraries = Libraries(monkeypatch, export=801)
+    cuda = Cuda(monkeypatch, export=801)
     with pytest.raises(RegistrationError, match="CUDA error 801") as e:
-        gpudirect.register(0xABC, 0x1000, 10)
+        gpudirect.register(cuda, 0, 0x1000, 10)
     assert e.value.op == "cuMemGetHandleForAddressRange"
-    os.close(libraries.fd)
+    os.close(cuda.fd)
+
+
+def test_by_the_drivers_module(monkeypatch):
+    cuda = Cuda(monkeypatch, attribute=0, peer_memory=True)
+    assert gpudirect.register(cuda, 3, 0x7F0000001010, 5000, [1]) == [9]
+    assert cuda.said[1:] == [("register", 0x7F0000001010, 5000, [1])]
+
+
+def test_by_no_way(monkeypatch):
+    cuda = Cuda(monkeypatch, attribute=0)
+    with pytest.raises(RegistrationError, match=r"5000 bytes of CUDA device 3 .*no dma-buf.*nvidia_peermem is not loaded") as e:
+        gpudirect.register(cuda, 3, 0x7F0000001010, 5000)
+    assert e.value.errno == errno.EOPNOTSUPP
 
 
 @pytest.mark.parametrize(
     ("state", "why"), [({}, ""), ({"attribute": 0}, "exports no dma-buf"), ({"init": 100}, "cuInit for device 0: CUDA error 100")]
 )
 def test_unsupported(monkeypatch, state, why):
-    libraries = Libraries(monkeypatch, **state)
+    cuda = Cuda(monkeypatch, **state)
     assert why in gpudirect.unsupported() and bool(why) == bool(gpudirect.unsupported())
-    assert libraries.said[:1] in ([("attribute", 124)], [])
+    assert cuda.said[:1] in ([("attribute", 124)], [])
 
 
 def test_without_a_driver(monkeypatch):

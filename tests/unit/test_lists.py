@@ -64,8 +64,9 @@ def test_several_threads():
     rows[300] = [*rows[300], 2**62]  # which takes the thread that has the GIL
     check_scan(rows, True)
     rows[301] = [*rows[301], "x"]
+    wide = np.zeros(len(out) + 2, np.int64)
     with pytest.raises(TypeError, match="row 301"):
-        lists.ints_into(rows, True, np.zeros(len(out) + 2, np.int64).ctypes.data, 8, True, len(out) + 2)
+        lists.ints_into(rows, True, wide.ctypes.data, 8, True, len(wide))
 
 
 def rows_of(items):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mooncake_ray.cli import bench_link, main
+from mooncake_ray.cli.far_end import other_node
 from mooncake_ray.cli.network_facts import device_of, parse_address, way_to
+from mooncake_ray.errors import ConfigError
 from mooncake_ray.transport.measure import Measured
 
 
@@ -52,8 +56,10 @@ def test_a_table_says_why_a_transport_is_missing():
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ([], "takes either"),
-        (["a:1", "--listen", "b"], "takes either"),
+        ([], "takes one of"),
+        (["a:1", "--listen", "b"], "takes one of"),
+        (["--ray", "--listen", "b"], "takes one of"),
+        (["a:1", "--ray", "--listen", "b"], "takes one of"),
         (["a:1", "--max", "2GiB"], "--max must be from 4 KiB to 1 GiB, got 2 GiB"),
         (["a:1", "--max", "x"], "not a size"),
         (["a:1", "--streams", "0"], "--streams must be from 1 to 64"),
@@ -66,3 +72,35 @@ def test_wrong_usage(args, text, capsys, monkeypatch):
     monkeypatch.delenv("MOONCAKE_RAY_SECRET", raising=False)
     assert main.main(["bench-link", *args]) == 1
     assert text in capsys.readouterr().err
+
+
+def nodes(*numbers: int) -> list[dict]:
+    return [{"NodeID": f"{n}{n}abc", "NodeManagerAddress": f"10.0.0.{n}", "Alive": n != 9} for n in numbers]
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "chosen"),
+    [
+        ((1, 2), "", 2),
+        ((1, 2, 9), "", 2),
+        ((1, 2, 3), "10.0.0.3", 3),
+        ((1, 2, 3), "33a", 3),
+    ],
+)
+def test_another_node_of_the_cluster(there, wanted, chosen):
+    assert other_node(nodes(*there), wanted, "11abc")["NodeManagerAddress"] == f"10.0.0.{chosen}"
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "text"),
+    [
+        ((1, 2, 3), "", "say which node; besides this one the Ray cluster has 10.0.0.2 (22abc), 10.0.0.3 (33abc)"),
+        ((1, 9), "", "has no other"),
+        ((1, 2), "10.0.0.1", "0 nodes are meant by '10.0.0.1'"),
+        ((1, 2), "10.0.0", "0 nodes"),
+        ((1, 2, 2), "22", "2 nodes are meant by '22'"),
+    ],
+)
+def test_no_other_node_of_the_cluster(there, wanted, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        other_node(nodes(*there), wanted, "11abc")

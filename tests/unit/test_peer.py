@@ -101,7 +101,8 @@ def test_what_is_in_no_arena_is_read_through_links(client, server):
     assert one.unpin([oid], 10)
     with pytest.raises(TransportError) as e:
         one.read(table((region, offset, into.ctypes.data, n)), 10)
-    assert e.value.op == "read" and e.value.errno == 22 and one.closed
+    assert e.value.op == "read" and e.value.errno == 22 and not one.closed
+    assert one.describe(10) == b""
 
 
 def test_out_of_range(client, server):
@@ -171,6 +172,21 @@ def test_gone_is_told(client, server):
     assert events.next_event(0.01) is None
     server.gone(oid)
     assert events.next_event(30) == oid
+    assert server.stats()["replicas"] == 0
+
+
+def test_what_is_kept_from_the_pin_on_takes_one_message(client, server):
+    small, large = put(client, b"k" * 100), put(client, b"l" * 100_000)
+    client.listen()
+    events, one = link(server, events=True), link(server)
+    assert [a[0] for a in one.pin([small, large, secrets.token_bytes(16)], 10, keep=True)] == ["inline", "ok", "missing"]
+    assert server.stats()["replicas"] == 1 and server.stats()["requests"] == 1
+    assert one.unpin([large], 10) and server.stats()["replicas"] == 1
+    client.remove([small])
+    kind, key = client.next_event(30)  # the broker was asked to tell
+    assert (kind, key[:16]) == (pool.KIND_GONE, small)
+    server.gone(small)
+    assert events.next_event(30) == small
     assert server.stats()["replicas"] == 0
 
 

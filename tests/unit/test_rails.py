@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import platform
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +16,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_ray.transport.rails import Gid, Port, address_text, choose_gid, choose_ports, list_ports, near_node, pair_rails, split
+from mooncake_ray.transport.rails import (
+    Gid,
+    Node,
+    Port,
+    address_text,
+    choose_gid,
+    choose_ports,
+    home_node,
+    list_nodes,
+    list_ports,
+    near_rails,
+    pair_rails,
+    split,
+)
 
 IPV4 = bytes.fromhex("00000000000000000000ffffc6120001")
 GLOBAL = bytes.fromhex("20010db8000000000000000000000001")
@@ -86,22 +102,61 @@ def test_ports_that_are_used(sysfs):
     assert used(["mlx5_1"]) == ["mlx5_1:1"]
     assert used(["mlx5_0:2", "mlx5_0:1"]) == ["mlx5_0:1"]
     assert used(["mlx5"]) == []
-    assert used([], [10, 21]) == ["mlx5_0:1"]
-    assert used([], [21, 10]) == ["mlx5_1:1"]
-    assert used(["mlx5_1"], [10, 21]) == ["mlx5_1:1"]
-    assert used([], [10, 10]) == ["mlx5_0:1", "mlx5_1:1"]
-    assert used([], [10]) == ["mlx5_0:1", "mlx5_1:1"], "a node that is not known is not far"
 
 
-def test_the_node_that_a_process_is_bound_to(tmp_path):
-    for node, cpus, distance in ((0, "0-3,8", "10 21"), (1, "4-7", "21 10")):
+def test_numa_nodes_as_the_kernel_lists_them(tmp_path):
+    for node, cpus, distance in ((0, "0-3,8", "10 21"), (2, "4-7", "21 10")):  # node 1 is off
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}/cpulist").write_text(cpus)
         (tmp_path / f"node{node}/distance").write_text(distance)
-    assert near_node(tmp_path, {4, 6}) == [21, 10]
-    assert near_node(tmp_path, {8}) == [10, 21]
-    assert near_node(tmp_path, {3, 4}) is None
-    assert near_node(tmp_path / "nothing", {0}) is None
+    nodes = list_nodes(tmp_path)
+    assert nodes == [Node(0, frozenset({0, 1, 2, 3, 8}), {0: 10, 2: 21}), Node(2, frozenset(range(4, 8)), {0: 21, 2: 10})]
+    assert list_nodes(tmp_path / "nothing") == []
+    assert home_node(nodes, {4, 6}) == 2
+    assert home_node(nodes, {8}) == 0
+    assert home_node(nodes, {3, 4}) == -1
+    assert home_node(nodes[:1], {0}) == -1, "where there is one node, none is nearer"
+
+
+def two_sockets(*rows: tuple[int, ...]) -> list[Node]:
+    return [Node(i, frozenset({i}), dict(enumerate(row))) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("rails", "memory", "near"),
+    [
+        ([0, 0, 1, 1], 0, [0, 1]),
+        ([0, 0, 1, 1], 1, [2, 3]),
+        ([0, 0, 1, 1], -1, [0, 1, 2, 3]),
+        ([0, 0], 1, [0, 1]),  # the other socket's are the nearest there are
+        ([-1, 0, 1], 1, [0, 2]),
+        ([-1, -1], 0, [0, 1]),
+        ([0, 7], 0, [0, 1]),  # not a node that there is: not known
+        ([0, 1], 9, [0, 1]),
+        ([], 0, []),
+    ],
+)
+def test_rails_near_to_memory(rails, memory, near):
+    assert near_rails(rails, memory, two_sockets((10, 21), (21, 10))) == near
+
+
+def test_rails_near_to_memory_of_a_node_that_has_none():
+    nodes = two_sockets((10, 12, 21), (12, 10, 21), (21, 21, 10))
+    assert near_rails([1, 2], 0, nodes) == [0]
+    assert near_rails([0, 1], 2, nodes) == [0, 1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA")
+def test_the_node_of_memory():
+    verbs = pytest.importorskip("mooncake_ray._native.verbs")
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.mmap(-1, mmap.PAGESIZE)
+    at, nodes = ctypes.addressof(ctypes.c_char.from_buffer(page)), ctypes.c_ulong(1)
+    assert verbs.memory_node(at) == -1
+    mbind = {"x86_64": 237, "aarch64": 235}[platform.machine()]
+    if libc.syscall(mbind, ctypes.c_ulong(at), ctypes.c_ulong(mmap.PAGESIZE), 1, ctypes.byref(nodes), ctypes.c_ulong(64), 0):
+        pytest.skip(f"mbind: {os.strerror(ctypes.get_errno())}")
+    assert verbs.memory_node(at) == 0
+    assert verbs.memory_node(1 << 60) == -1
 
 
 def rail(address: str, bits: int = 120, ethernet: bool = True) -> dict:

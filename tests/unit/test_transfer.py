@@ -12,7 +12,6 @@ from engine_sites import DEADLINE_S, SECRET, several
 
 from mooncake_ray.errors import GetTimeoutError, ObjectLostError, ObjectNotFoundError, PeerRefusedError, TransportError
 from mooncake_ray.store import node
-from mooncake_ray.transfer.door import door_name
 from mooncake_ray.transfer.engine import Engine
 
 CAPACITY = 32 << 20
@@ -41,6 +40,17 @@ def test_an_object_is_what_it_was(sites, nbytes):
     sent = a.engine.server.stats()["bytes_sent"]
     assert digest(b.get(a, id)) == digest(data), "it is here now"
     assert a.engine.server.stats()["bytes_sent"] == sent, "and is not sent again"
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_pools_that_grow(sites, transport):
+    """By arenas that are there only after the first read."""
+    a, b = (sites(transport=transport, arena_bytes=8 << 20, prefault_bytes=1 << 20) for _ in range(2))
+    for n in range(4):
+        id = a.put(data_of(6 << 20, n))
+        assert digest(b.get(a, id)) == digest(data_of(6 << 20, n))
+        assert b.engine.report()["peers"] == {str(a.engine.endpoint): transport}
+    assert len(a.store.client.arenas()) > 1 < len(b.store.client.arenas())
 
 
 def test_parts_of_an_object(sites):
@@ -211,7 +221,7 @@ def test_an_engine_that_comes_back(sites):
     waiting = threading.Thread(target=lambda: got.append(digest(b.get(a, second))))
     waiting.start()
     name = node.broker_name(a.scope.name)
-    engine = Engine(node.connect(name, a.scope.config), door_name(name), sites.map.of([]), SECRET, "127.0.0.1", a.scope.config)
+    engine = Engine(node.connect(name, a.scope.config), name, sites.map.of([]), SECRET, "127.0.0.1", a.scope.config)
     sites.map.engines[a.pool_id] = engine.endpoint
     waiting.join()
     engine.close()
