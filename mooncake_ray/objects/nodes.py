@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake_ray.config import Config
 from mooncake_ray.errors import BrokerDiedError, MooncakeRayError
+from mooncake_ray.machine import address_in
 from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
 
@@ -137,7 +138,8 @@ class NodeService:
         worker = ray_worker.global_worker
         self._node = worker.node
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._host = self._config.host or worker.node_ip_address
+        wanted = self._config.host
+        self._host = (address_in(wanted) if "/" in wanted else wanted) or worker.node_ip_address
         self._engine: Any = None
         self._start()
         self._export()
