@@ -91,7 +91,7 @@ class Node:
                 self._watcher.start()
 
     def _hear(self) -> None:
-        pause, before = _AGAIN_S, False
+        pause = _AGAIN_S
         while not self._closed.is_set():
             try:
                 link = self._dial(_CONNECT_S, events=True)
@@ -106,9 +106,7 @@ class Node:
             pause = _AGAIN_S
             try:
                 self._heard(None)
-                if before:
-                    self._peers.on_back(self)
-                before = True
+                self._peers.on_back(self)
                 while not self._closed.is_set():
                     if (id := link.next_event(_POLL_S)) is not None:
                         self._peers.on_gone(id)
@@ -168,7 +166,9 @@ class Node:
         what = f"object {id.hex()} at {self.endpoint}"
         while True:
             with self.link(deadline.left(what)) as link:
-                ((status, region, offset, nbytes, available, inline, source),) = link.pin([id], deadline.left(what), bad_source=bad_source)
+                ((status, region, offset, nbytes, available, inline, source),) = link.pin(
+                    [id], deadline.left(what), bad_source=bad_source, keep=keep
+                )
             if status != "not-yet":
                 break
             time.sleep(min(_NOT_YET_S, deadline.left(what)))
@@ -179,9 +179,6 @@ class Node:
         found = Pinned(id, region, offset, nbytes, available, inline, source)
         if inline is not None:
             yield found
-            if keep:
-                with self.link(deadline.left(what)) as link:
-                    link.unpin([id], deadline.left(what), kept=True)
             return
         try:
             yield found
@@ -258,7 +255,7 @@ class Peers:
         self.on_gone: Callable[[bytes], None] = lambda id: None
         """Told of objects that ceased to exist at a peer."""
         self.on_back: Callable[[Node], None] = lambda node: None
-        """Told of a peer that is heard again, and may not have been when something ceased to exist."""
+        """Told of a peer that is heard from now on, and may not have been when something ceased to exist."""
         self.on_lost: Callable[[Endpoint], None] = lambda endpoint: None
         """Told of a peer that is no more."""
         self.host, self.me, self.secret, self.config, self.transports, self.directory = host, me, secret, config, transports, directory

@@ -7,6 +7,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,6 +50,17 @@ class _Flight:
         self.gone = False  # freed at its home meanwhile
 
 
+@dataclass(frozen=True)
+class _Replica:
+    """An object that is here and elsewhere."""
+
+    pool_id: bytes
+    source: Endpoint
+    """Which tells when it is gone there."""
+    is_home: bool
+    """Or it came from another replica, as its pool is lost."""
+
+
 class Puller:
     """Thread-safe."""
 
@@ -57,7 +69,7 @@ class Puller:
         self._client, self._server, self._peers, self._directory, self._has_arena = client, server, peers, directory, has_arena
         self._lock = threading.Lock()
         self._flights: dict[bytes, _Flight] = {}
-        self._replicas: dict[bytes, Endpoint] = {}  # of objects there, which tells when they are gone
+        self._replicas: dict[bytes, _Replica] = {}
 
     # ---- whole objects
 
@@ -113,7 +125,7 @@ class Puller:
     def replicas(self) -> int:
         """Of objects in pools that are not lost."""
         with self._lock:
-            return len(self._replicas)
+            return sum(replica.is_home for replica in self._replicas.values())
 
     def dropped(self, id: bytes) -> None:
         """The object ceased to exist in this pool, if it was a replica."""
@@ -121,25 +133,37 @@ class Puller:
             self._replicas.pop(id, None)
 
     def back(self, node: Node) -> None:
-        """That node could not say what was gone for a while: has it say so now."""
+        """That node may not have been heard when something was gone: has it say so now."""
         with self._lock:
-            ids = [id for id, home in self._replicas.items() if home == node.endpoint]
+            ids = [id for id, replica in self._replicas.items() if replica.source == node.endpoint]
         for at in range(0, len(ids), _NAMED):
-            with contextlib.suppress(MooncakeRayError), node.link(_NAMING_S) as link:  # if it is not heard again, this comes again
+            with contextlib.suppress(MooncakeRayError), node.link(_NAMING_S) as link:
                 link.unpin(ids[at : at + _NAMED], _NAMING_S, kept=True)
 
     def lost(self, endpoint: Endpoint) -> None:
-        """What came from there may be all that is left of it: it stays, until the room is needed."""
+        """Another engine may serve that pool now. If not, what came from there may be all that is left of it, and stays until the room is
+        needed."""
         with self._lock:
-            self._replicas = {id: home for id, home in self._replicas.items() if home != endpoint}
+            pools = {replica.pool_id for replica in self._replicas.values() if replica.source == endpoint}
+            now = {pool_id: self._directory.resolve(pool_id) for pool_id in pools}
+            for id, replica in list(self._replicas.items()):
+                if replica.source != endpoint:
+                    continue
+                if replica.is_home and (source := now[replica.pool_id]) is not None:
+                    self._replicas[id] = replace(replica, source=source)
+                else:
+                    del self._replicas[id]
+        for source in filter(None, set(now.values())):
+            self._peers.of(source).watch()
+            self.back(self._peers.of(source))  # if it cannot be told now: it is when it is heard
 
     def _bring(self, pool_id: bytes, id: bytes, deadline: Deadline) -> pool.Pin:
         """Copies the object from its home, or if that is dead, from whoever has it."""
         what = f"object {id.hex()} of pool {pool_id.hex()[:8]}"
 
-        def attempt(node: Node) -> pool.Pin:
+        def attempt(node: Node, is_home: bool = True) -> pool.Pin:
             try:
-                return self._copy(node, id, deadline)
+                return self._copy(node, _Replica(pool_id, node.endpoint, is_home), id, deadline)
             except ObjectExistsError:
                 with contextlib.suppress(ObjectNotFoundError, ObjectLostError):  # it was here before anybody asked
                     return self._client.get(id, deadline.left(what))
@@ -150,7 +174,7 @@ class Puller:
         except ObjectLostError:
             for endpoint in self._directory.others():
                 with contextlib.suppress(ObjectExistsError, ObjectNotFoundError, ObjectLostError, TransportError):
-                    return attempt(self._peers.of(endpoint))
+                    return attempt(self._peers.of(endpoint), False)
             raise
 
     def _at_home(self, pool_id: bytes, what: str, deadline: Deadline, attempt: Callable[[Node], T]) -> T:
@@ -179,15 +203,12 @@ class Puller:
             time.sleep(min(pause, max(0.0, deadline.at - time.monotonic())))
             pause = min(2 * pause, _AGAIN_MOST_S)
 
-    def _copy(self, home: Node, id: bytes, deadline: Deadline) -> pool.Pin:
+    def _copy(self, home: Node, replica: _Replica, id: bytes, deadline: Deadline) -> pool.Pin:
         """Makes a replica of what that node has."""
         what = f"object {id.hex()}"
         with contextlib.ExitStack() as undo:
             home.listen(deadline.left(what))
             with home.pinned(id, deadline, keep=True) as there:
-                if there.inline is not None and there.nbytes <= pool.INLINE_MAX:
-                    self._client.put_inline(id, there.inline, pool.KIND_REPLICA, id)
-                    return self._kept(home, id, deadline.left(what))
                 lease = self._lease(id, there.nbytes, deadline.left(what))
                 undo.callback(lease.abort)
                 if there.inline is not None:
@@ -195,12 +216,12 @@ class Puller:
                 else:
                     self._receive(home, there, lease, deadline, undo)
             lease.seal(pool.KIND_REPLICA, id)
-            return self._kept(home, id, deadline.left(what))
+            return self._kept(replica, id, deadline.left(what))
 
-    def _kept(self, home: Node, id: bytes, timeout_s: float) -> pool.Pin:
+    def _kept(self, replica: _Replica, id: bytes, timeout_s: float) -> pool.Pin:
         """Notes a new replica, and pins it."""
         with self._lock:
-            self._replicas[id] = home.endpoint
+            self._replicas[id] = replica
         pin = self._client.get(id, timeout_s)
         self._client.watch([id])
         count("replicas")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -242,3 +243,42 @@ def test_settings_name_the_transport(sites):
     with pytest.raises(MooncakeRayError, match="verbs"):
         sites(transport="verbs")
     assert replace(sites().scope.config).transport == "auto"
+
+
+def test_replicas_of_a_pool_with_another_engine_go_with_their_objects(sites):
+    a, b = sites(), sites()
+    id = a.put(data_of(1 << 20))
+    b.get(a, id)
+    a.engine.close()
+    name = node.broker_name(a.scope.name)
+    engine = Engine(node.connect(name, a.scope.config), name, sites.map.of([]), SECRET, "127.0.0.1", a.scope.config)
+    sites.map.engines[a.pool_id] = engine.endpoint
+    a.free(id)
+    end = time.monotonic() + DEADLINE_S
+    while b.store.stats()["objects"]:
+        assert time.monotonic() < end, b.engine.report()
+        time.sleep(0.01)
+    assert b.engine.report()["replicas_here"] == 0
+    engine.close()
+
+
+def test_a_copy_of_a_copy_is_told_by_that_one(sites):
+    a, b, c = sites(), sites(), sites()
+    id = a.put(data_of(1 << 20))
+    b.get(a, id)
+    a.engine.close()
+    sites.map.dead.add(a.pool_id)
+    c.get(a, id)
+    assert c.engine.report()["replicas_here"] == 0
+    b.store.client.remove([id])
+    end = time.monotonic() + DEADLINE_S
+    while c.store.stats()["objects"]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_small_replicas_go_when_the_room_is_needed(sites):
+    a, b = sites(capacity_bytes=64 << 20), sites(capacity_bytes=1 << 20, prefault_bytes=1 << 20, spill_dir="off")
+    ids = [a.put(bytes([n % 256]) * 5000) for n in range(600)]  # more than the reader's pool holds, and than its broker keeps by itself
+    for n, id in enumerate(ids):
+        assert b.get(a, id) == bytes([n % 256]) * 5000
