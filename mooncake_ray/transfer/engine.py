@@ -15,7 +15,8 @@ from mooncake_ray.counters import snapshot
 from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, RegistrationError, TransportError, TransportUnavailableError
 from mooncake_ray.transfer.claims import SUBJECT, Claims
 from mooncake_ray.transfer.directory import Directory, Endpoint
-from mooncake_ray.transfer.door import Doorkeeper, door_name
+from mooncake_ray.transfer.door import door_name
+from mooncake_ray.transfer.doorkeeper import Doorkeeper
 from mooncake_ray.transfer.peers import DESCRIBE, Peers
 from mooncake_ray.transfer.pulls import Puller
 from mooncake_ray.transport import Memory, Transport, get_transport
