@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
 import os
 import re
@@ -76,7 +77,8 @@ class Config:
     """What moves bytes between nodes. `auto`: `verbs` (RDMA) where both ends have a device that is up, else `tcp`. A name (`verbs`, `tcp`,
     `mooncake`, `shm`) must be usable at both ends, or a get raises TransportUnavailableError."""
     host: str = ""
-    """The address of this node that its pool listens on for other nodes. Default: the node's address in Ray."""
+    """The address of each node that its pool listens on for other nodes: a network that all have an address in, as `10.1.0.0/16`, or an
+    address. Default: the nodes' addresses in Ray."""
     start_timeout_s: float = 30.0
     """How long to wait for a broker to start."""
     linger_s: float = 5.0
@@ -111,6 +113,11 @@ class Config:
         if self.capacity_bytes > (limit := machine_bytes()):
             raise ConfigError(f"capacity_bytes is {self.capacity_bytes}, more than the {limit} bytes of memory there are")
 
+        if "/" in self.host:
+            try:
+                ipaddress.ip_network(self.host, strict=False)
+            except ValueError as e:
+                raise ConfigError(f"host must be an address or a network such as 10.1.0.0/16: {e}") from None
         if 0 < self.arena_bytes < 1 << 20:
             raise ConfigError(f"arena_bytes must be at least 1 MiB, got {self.arena_bytes}")
         if self.rdma_traffic_class > 255:

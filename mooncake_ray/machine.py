@@ -1,11 +1,13 @@
-"""What the machine has: memory this process may use, NUMA nodes."""
+"""What the machine has: memory this process may use, NUMA nodes, addresses."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from pathlib import Path
 
-__all__ = ["cgroup_limits", "machine_bytes", "numa_nodes"]
+__all__ = ["address_in", "cgroup_limits", "machine_bytes", "numa_nodes"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node/has_memory")
@@ -41,6 +43,24 @@ def cgroup_limits(mounted: Path = _CGROUPS, membership: Path = Path("/proc/self/
 def machine_bytes() -> int:
     """Memory this process may use, in bytes: the machine's, or the limit of one of its cgroups where that is lower."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *cgroup_limits().values()])
+
+
+def address_in(network: str) -> str:
+    """The address of this machine in a network such as `10.1.0.0/16`, from which the kernel would send to others there.
+
+    Raises:
+        ValueError: that is no network, or this machine has no address in it.
+    """
+    there = ipaddress.ip_network(network, strict=False)
+    with socket.socket(socket.AF_INET6 if there.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect((str(there[min(1, there.num_addresses - 1)]), 9))  # sends nothing
+            found = s.getsockname()[0]
+        except OSError as e:
+            raise ValueError(f"this machine has no address in the network {network}: {e}") from None
+    if ipaddress.ip_address(found) not in there:
+        raise ValueError(f"this machine has no address in the network {network}: it would send there from {found}")
+    return found
 
 
 def numa_nodes(path: Path = _NODES) -> list[int]:

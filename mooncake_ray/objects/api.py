@@ -11,9 +11,8 @@ import ray
 
 from mooncake_ray import counters
 from mooncake_ray.errors import ConfigError
-from mooncake_ray.objects import install, routing, session
+from mooncake_ray.objects import envelopes, install, nodes, routing, session
 from mooncake_ray.store import devices
-from mooncake_ray.store.frameworks import as_stored
 
 __all__ = ["free", "get", "pool_stats", "put", "stats", "wait"]
 
@@ -94,21 +93,33 @@ def wait(
 
 
 def free(refs: Any) -> int:
-    """Frees the pool memory of objects (one ref, several, or a `BatchRef`) now, although refs to them live: a later `ray.get` of them fails.
+    """Frees the pool memory of objects now, on whatever node, although refs to them live: a later `ray.get` of them fails.
 
-    Live views stay valid.
+    Live views stay valid. Waits for the values, and reads only their envelopes.
 
     Only needed where a ref is kept longer than its data. Returns how many pool objects were freed.
+
+    Args:
+        refs: A `ray.ObjectRef`, a `BatchRef`, or lists and tuples of them, nested.
+
+    Raises:
+        TypeError: `refs` is something else.
+        GetTimeoutError: another node that has some of them does not answer.
     """
-    refs = [refs] if isinstance(refs, ray.ObjectRef) else list(getattr(refs, "refs", refs))
+    wanted = envelopes.flat(refs)
     here = session.current()
-    if here is None or not refs:
+    if here is None or not wanted:
         return 0
-    with session.recording() as opened, as_stored():
-        ray.get(refs)
-    ids = sorted({region.id for region in opened})
-    here.client.remove(ids)
-    return len(ids)
+    install.open_seams()
+    ids: dict[bytes, set[bytes]] = {}
+    for ref in wanted:
+        for obj in envelopes.named(ref, None):
+            ids.setdefault(obj.pool_id, set()).add(obj.id)
+    for pool_id, there in ids.items():
+        here.client.remove(sorted(there))  # or a replica
+        if pool_id != here.client.pool_id:
+            nodes.remove(pool_id, sorted(there), here.config.pull_timeout_s)
+    return sum(map(len, ids.values()))
 
 
 def stats() -> dict[str, int]:

@@ -124,7 +124,7 @@ def _reading() -> Iterator[dict[bytes, Named]]:
         _local.found = outer
 
 
-def named(ref: ray.ObjectRef, timeout_s: float) -> list[Named]:
+def named(ref: ray.ObjectRef, timeout_s: float | None) -> list[Named]:
     """The pool objects behind a ref; none where Ray's own store has the value. Needs the seams (see `install.open_seams`).
 
     Raises what `ray.get` does; GetTimeoutError (Ray's) where the envelope is not here in time.

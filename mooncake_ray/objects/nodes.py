@@ -23,11 +23,12 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake_ray.config import Config
-from mooncake_ray.errors import BrokerDiedError, MooncakeRayError
+from mooncake_ray.errors import BrokerDiedError, GetTimeoutError, MooncakeRayError
+from mooncake_ray.machine import address_in
 from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
 
-__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "reports", "services", "start_with"]
+__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "remove", "reports", "services", "start_with"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -137,7 +138,8 @@ class NodeService:
         worker = ray_worker.global_worker
         self._node = worker.node
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._host = self._config.host or worker.node_ip_address
+        wanted = self._config.host
+        self._host = (address_in(wanted) if "/" in wanted else wanted) or worker.node_ip_address
         self._engine: Any = None
         self._start()
         self._export()
@@ -202,6 +204,10 @@ class NodeService:
             return True  # and there is another one soon
         return any(row["pid"] != os.getpid() for row in sessions)
 
+    def remove(self, ids: list[bytes]) -> None:
+        """Frees objects of this node's pool."""
+        self._engine.client.remove(ids)
+
     def report(self) -> dict[str, Any]:
         """What the engine says of itself, and the node's ID."""
         return {"node": self._node_id, **self._engine.report()}
@@ -262,17 +268,39 @@ def reports(timeout_s: float = 10.0) -> list[dict[str, Any]]:
     return out
 
 
+def remove(pool_id: bytes, ids: list[bytes], timeout_s: float) -> None:
+    """Frees objects of another node's pool. Does nothing where the pool is gone.
+
+    Raises:
+        GetTimeoutError: no service of that node said in time that it has done so.
+    """
+    if (node_id := node_of(pool_id)) is None:
+        return
+    last = "none is running"
+    for actor in _named_services():
+        if actor.endswith(f":{node_id}"):  # of this job or another: they serve the same pool
+            try:
+                return ray.get(ray.get_actor(actor, _NAMESPACE).remove.remote(ids), timeout=timeout_s)
+            except (ValueError, ray.exceptions.RayError) as e:
+                last = str(e)
+    if RayDirectory().is_lost(pool_id):
+        return
+    raise GetTimeoutError(f"{len(ids)} objects of node {node_id[:8]} could not be freed, as no service there answered: {last}")
+
+
+def _named_services() -> list[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [a["name"] for a in actors if a["namespace"] == _NAMESPACE and a["name"].startswith(f"{_SERVICE}:")]
+
+
 def services(timeout_s: float) -> list[dict[str, Any]]:
     """The services of all jobs. For each: `job`, `node` (its ID), `host`, and `report`, or an `error`, if it did not answer in time."""
     addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
     asked: dict[ray.ObjectRef, dict[str, Any]] = {}
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        kind, _, rest = actor["name"].partition(":")
-        if actor["namespace"] == _NAMESPACE and kind == _SERVICE:
-            job, _, node_id = rest.partition(":")
-            with contextlib.suppress(ValueError):  # it ended this moment
-                ref = ray.get_actor(actor["name"], _NAMESPACE).report.remote()
-                asked[ref] = {"job": job, "node": node_id, "host": addresses.get(node_id, "?")}
+    for actor in _named_services():
+        _, job, node_id = actor.split(":")
+        with contextlib.suppress(ValueError):  # it ended this moment
+            asked[ray.get_actor(actor, _NAMESPACE).report.remote()] = {"job": job, "node": node_id, "host": addresses.get(node_id, "?")}
     answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     for ref in answered:
         try:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from ray._private import worker as ray_worker
@@ -25,7 +23,7 @@ from mooncake_ray.store import devices, node
 from mooncake_ray.store.packing import Region
 from mooncake_ray.transfer.door import Door, door_name
 
-__all__ = ["Session", "config", "configure", "current", "load", "open_region", "recording"]
+__all__ = ["Session", "config", "configure", "current", "load", "open_region"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -163,8 +161,6 @@ def open_region(pool_id: bytes, id: bytes) -> Region:
     else:
         raise ObjectLostError(f"object {id.hex()} lies in pool {pool_id.hex()[:8]}, this node's pool is {session.client.pool_id.hex()[:8]}")
     count("opened")
-    if (opened := getattr(_recorder, "opened", None)) is not None:
-        opened.append(region)
     return region
 
 
@@ -172,16 +168,3 @@ def load(data: bytes, buffers: list[Any]) -> Any:
     """Unpickles a value some of whose tensors were put from devices: they are copied side by side, and waited for once."""
     with devices.loading(default=config().cuda_get):
         return pickle.loads(data, buffers=buffers)
-
-
-_recorder = threading.local()
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Region]]:
-    """Collects the regions that this thread opens meanwhile."""
-    _recorder.opened = opened = []
-    try:
-        yield opened
-    finally:
-        del _recorder.opened

@@ -209,9 +209,6 @@ class Puller:
         with contextlib.ExitStack() as undo:
             home.listen(deadline.left(what))
             with home.pinned(id, deadline, keep=True) as there:
-                if there.inline is not None and there.nbytes <= pool.INLINE_MAX:
-                    self._client.put_inline(id, there.inline, pool.KIND_REPLICA, id)
-                    return self._kept(replica, id, deadline.left(what))
                 lease = self._lease(id, there.nbytes, deadline.left(what))
                 undo.callback(lease.abort)
                 if there.inline is not None:

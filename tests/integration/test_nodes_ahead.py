@@ -140,3 +140,36 @@ assert ray.get(read.options(scheduling_strategy=mooncake_ray.near([])).remote())
 ray.cancel(forever, force=True)
 """,
     )
+
+
+def test_objects_of_other_nodes_are_freed(nodes):
+    run(
+        nodes,
+        HERE
+        + """
+a, b = workers(1, 2)
+n = 1 << 20
+def used(w): return ray.get(w.stats.remote())["used_bytes"]
+one, two = ray.get(a.keep.remote(n)), ray.get(b.keep.remote(n, 2))
+mine, kept, small = ray.put(torch.zeros(n)), ray.put(torch.ones(n)), ray.put(1)
+batch = ray.get(b.run.remote('''
+self.batch = mooncake_ray.put_batch({"x": torch.arange(1 << 18).reshape(256, 1024) * torch.randint(1, 9, (256, 1))})
+out = self.batch
+'''))
+view = ray.get(one[0])                      # a replica is here, and seen
+assert ray.get(b.get.remote(one)) == expected(n)     # and another one there
+assert mooncake_ray.free([one, two[0], batch, (mine, small)]) == 4
+assert engine()["replicas"] == 1            # nothing else was brought here for that
+eventually(lambda: used(a) == 0, lambda: ray.get(a.stats.remote()))
+eventually(lambda: used(b) == 0, lambda: ray.get(b.stats.remote()))
+assert float(view.double().sum()) == expected(n)
+for ref in (one[0], two[0], mine):
+    try: ray.get(ref)
+    except ray.exceptions.RayError as e: pass
+    else: raise AssertionError("got what is freed")
+assert float(ray.get(kept).sum()) == n and mooncake_ray.free(small) == 0
+del view
+gc.collect()
+objects_here(1)
+""",
+    )

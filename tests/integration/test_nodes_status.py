@@ -65,6 +65,19 @@ def test_status_of_a_node_and_of_the_cluster(nodes):
         assert job.wait(60) == 0
 
 
+def test_the_address_that_services_listen_on_is_of_the_network_that_is_set(nodes):
+    run(
+        nodes,
+        """
+from mooncake_ray.objects import nodes
+mooncake_ray.pool_stats()
+eventually(lambda: len(nodes.reports()) == 2, nodes.reports)
+assert {r["endpoint"].rpartition(":")[0] for r in nodes.reports()} == {"127.0.0.1"}, nodes.reports()
+""",
+        MOONCAKE_RAY_HOST="127.0.0.0/8",
+    )
+
+
 def test_status_where_there_is_no_cluster(nodes):
     said = nodes.run(1, [COMMAND, "status", "--cluster"], env={"RAY_ADDRESS": f"{nodes.hosts[1].address}:1"}, check=False)
     assert said.returncode == 1 and said.stderr.startswith("mooncake-ray: no Ray cluster answers at 198.18.0.2:1:")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mooncake_ray.config import Config, machine_bytes, parse_bytes
 from mooncake_ray.errors import ConfigError, MooncakeRayError
+from mooncake_ray.machine import address_in
 from mooncake_ray.store import node
 
 
@@ -168,3 +169,16 @@ def test_a_scope_has_to_fit_into_a_socket_name():
     for scope in ("x" * 100, "é" * 60):
         with pytest.raises(ValueError, match=r"scope too long: \d+ bytes of 100"):
             node.broker_name(scope)
+
+
+def test_hosts_are_addresses_or_networks():
+    assert Config(host="10.1.0.0/16").host == "10.1.0.0/16" and Config(host="10.1.2.3/16").host and Config(host="fd00::/8").host
+    for wrong in ("10.1.0.0/33", "10.1/16/2", "ten/8"):
+        with pytest.raises(ConfigError, match="host must be an address or a network"):
+            Config(host=wrong)
+
+
+def test_the_machines_address_in_a_network():
+    assert address_in("127.0.0.0/8") == address_in("127.0.0.1/32") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"no address in the network 198\.51\.100\.0/24"):
+        address_in("198.51.100.0/24")  # kept for documents

@@ -275,3 +275,10 @@ def test_a_copy_of_a_copy_is_told_by_that_one(sites):
     while c.store.stats()["objects"]:
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_small_replicas_go_when_the_room_is_needed(sites):
+    a, b = sites(capacity_bytes=64 << 20), sites(capacity_bytes=1 << 20, prefault_bytes=1 << 20, spill_dir="off")
+    ids = [a.put(bytes([n % 256]) * 5000) for n in range(600)]  # more than the reader's pool holds, and than its broker keeps by itself
+    for n, id in enumerate(ids):
+        assert b.get(a, id) == bytes([n % 256]) * 5000
