@@ -70,14 +70,17 @@ cdef extern from "peer/link.h" namespace "mcr::peer" nogil:
         cbool closed()
 
 cdef extern from "peer/server.h" namespace "mcr::peer" nogil:
+    cdef enum class ZeroCopy "mcr::peer::Server::Options::ZeroCopy":
+        kNever
+        kWhereItIs
     cdef cppclass ServerOptions "mcr::peer::Server::Options":
         unsigned threads
-        cbool sendfile
+        ZeroCopy zero_copy
     cdef cppclass Ask "mcr::peer::Server::Ask":
         uint64_t session
         string transport, blob
     cdef cppclass Stats "mcr::peer::Server::Stats":
-        uint64_t connections, sessions, pins, bytes_sent, refused, requests, offers, replicas
+        uint64_t connections, sessions, pins, bytes_sent, refused, requests, offers, replicas, bytes_lent
     cdef cppclass CServer "mcr::peer::Server":
         CServer(shared_ptr[CClient] client, const string& host, uint16_t port, string secret, ServerOptions o) except +mcr_raise_peer
         uint16_t port()
@@ -162,12 +165,12 @@ cdef class Server:
         port: 0: any that is free; see `port`.
         secret: What peers must know.
         threads: Event loops.
-        sendfile: Large ranges go from the pool's memory to the network without a copy. Measured slower over loopback than one copy, so not the default.
+        zero_copy: Large ranges go from the pool's memory to the network without a copy, where the kernel can do that: not to this machine itself.
     """
     cdef CServer* s
     cdef dict _offered  # leases of the offers: not given back while peers read them
 
-    def __init__(self, client, str host, int port, bytes secret, *, unsigned threads=2, bint sendfile=False):
+    def __init__(self, client, str host, int port, bytes secret, *, unsigned threads=2, bint zero_copy=True):
         cdef ServerOptions o
         if self.s != NULL:
             raise RuntimeError("a server is initialised once")
@@ -176,7 +179,7 @@ cdef class Server:
         cdef string h = host.encode(), key = secret
         cdef uint16_t p = _port(port)
         o.threads = threads
-        o.sendfile = sendfile
+        o.zero_copy = ZeroCopy.kWhereItIs if zero_copy else ZeroCopy.kNever
         self._offered = {}
         with nogil:
             self.s = new CServer(c, h, p, key, o)
@@ -244,12 +247,12 @@ cdef class Server:
 
     def stats(self):
         """Numbers by name: connections, sessions, pins (objects), offers, replicas (elsewhere, of objects here); since the start bytes_sent,
-        requests, refused (connections)."""
+        bytes_lent (of those, without a copy, or at least so meant), requests, refused (connections)."""
         cdef Stats s
         with nogil:
             s = self.s.stats()
-        return {"connections": s.connections, "sessions": s.sessions, "pins": s.pins, "bytes_sent": s.bytes_sent, "refused": s.refused,
-                "requests": s.requests, "offers": s.offers, "replicas": s.replicas}
+        return {"connections": s.connections, "sessions": s.sessions, "pins": s.pins, "bytes_sent": s.bytes_sent, "bytes_lent": s.bytes_lent,
+                "refused": s.refused, "requests": s.requests, "offers": s.offers, "replicas": s.replicas}
 
     def close(self):
         """Ends all connections and pins. Idempotent."""

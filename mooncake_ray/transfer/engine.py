@@ -12,10 +12,11 @@ from mooncake_ray._native import peer as native
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.counters import snapshot
-from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, RegistrationError, TransportUnavailableError
+from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, RegistrationError, TransportError, TransportUnavailableError
 from mooncake_ray.transfer.claims import SUBJECT, Claims
 from mooncake_ray.transfer.directory import Directory, Endpoint
-from mooncake_ray.transfer.door import Doorkeeper, door_name
+from mooncake_ray.transfer.door import door_name
+from mooncake_ray.transfer.doorkeeper import Doorkeeper
 from mooncake_ray.transfer.peers import DESCRIBE, Peers
 from mooncake_ray.transfer.pulls import Puller
 from mooncake_ray.transport import Memory, Transport, get_transport
@@ -49,13 +50,21 @@ class Engine:
         self._closing = False
         self._registered: set[int] = set()
         self._registering = threading.Lock()
-        self.transports = _transports(config, host, broker, client.pool_id)
+        self.why_not: dict[str, str] = {}
+        """Transports that this node does without although they seemed usable, and why."""
+        self.transports = _transports(config, host, broker, client.pool_id, self.why_not)
         self.server = native.Server(client, host, 0, secret)
         self.endpoint = Endpoint(host, self.server.port)
         try:
             self.register()
             self.peers = Peers(
-                host=host, me=str(self.endpoint), secret=secret, config=config, transports=self.transports, directory=directory
+                host=host,
+                me=str(self.endpoint),
+                secret=secret,
+                config=config,
+                transports=self.transports,
+                why_not=self.why_not,
+                directory=directory,
             )
             self.puller = Puller(client, self.server, self.peers, directory, self._has_arena)
             self.claims = Claims(client, self.peers)
@@ -84,7 +93,7 @@ class Engine:
                     except RegistrationError as e:
                         if name == self.config.transport:
                             raise
-                        logger.warning("mooncake_ray: this node does without %s: %s", name, e)
+                        _do_without(name, e, self.why_not)
                         del self.transports[name]  # what peers read by it already ends with an error, and is read by another one
                         transport.close()
                 self._registered.add(index)
@@ -166,7 +175,7 @@ class Engine:
                 continue
             session, name, blob = request
             if not name:
-                for transport in self.transports.values():
+                for transport in list(self.transports.values()):
                     transport.ended(session)
                 continue
             try:
@@ -186,7 +195,12 @@ class Engine:
             self.server.answer(session, answer)
 
 
-def _transports(config: Config, host: str, broker: str, pool_id: bytes) -> dict[str, Transport]:
+def _do_without(name: str, error: TransportError, why_not: dict[str, str]) -> None:
+    why_not[name] = str(error)
+    logger.warning("mooncake_ray: this node does without %s: %s", name, why_not[name])
+
+
+def _transports(config: Config, host: str, broker: str, pool_id: bytes, why_not: dict[str, str]) -> dict[str, Transport]:
     """Those that this node offers, ready to be told of memory."""
     wanted = _OFFERED if config.transport == "auto" else ("tcp", config.transport)
     out: dict[str, Transport] = {}
@@ -199,7 +213,12 @@ def _transports(config: Config, host: str, broker: str, pool_id: bytes) -> dict[
             continue
         why = cls.unavailable(config)
         if not why:
-            out[name] = cls(config, host, broker=broker, pool_id=pool_id) if cls is Shm else cls(config, host)
+            try:
+                out[name] = cls(config, host, broker=broker, pool_id=pool_id) if cls is Shm else cls(config, host)
+            except TransportError as e:  # a device without memory or queues for this process
+                if name == config.transport:
+                    raise
+                _do_without(name, e, why_not)
         elif name == config.transport:
             raise TransportUnavailableError(f"the transport {name!r}, which was asked for, cannot be used on this node: {why}")
         else:

@@ -208,14 +208,14 @@ class Node:
                 return self._connection
         with self.link(timeout_s) as link:
             there: Mapping[str, Any] = json.loads(link.describe(timeout_s) or b"{}")
-        name = choose(self._peers.config.transport, self._peers.config, there)
+        name = choose(self._peers.config.transport, self._peers.config, there, self._peers.why_not)
         peer = Peer(
             self.endpoint.host,
             self.endpoint.port,
             there[name],
             exchange=lambda blob: self._exchange(name, blob, timeout_s),
             link=lambda: self._dial(_CONNECT_S),
-            redescribe=lambda: json.loads(self._exchange(DESCRIBE, b"", _CONNECT_S))[name],
+            redescribe=lambda: json.loads(self._exchange(DESCRIBE, b"", _CONNECT_S)).get(name, {}),
         )
         fresh = self._peers.transports[name].connect(peer, timeout_s)
         logger.info("mooncake_ray: reads from %s by %s", self.endpoint, name)
@@ -249,16 +249,29 @@ class Peers:
     """All of them, by endpoint. Thread-safe."""
 
     def __init__(
-        self, *, host: str, me: str, secret: bytes, config: Config, transports: Mapping[str, Transport], directory: Directory
+        self,
+        *,
+        host: str,
+        me: str,
+        secret: bytes,
+        config: Config,
+        transports: Mapping[str, Transport],
+        why_not: Mapping[str, str],
+        directory: Directory,
     ) -> None:
-        """`me`: the endpoint of this engine's own server, which peers tell each other."""
+        """
+        Args:
+            me: The endpoint of this engine's own server, which peers tell each other.
+            transports, why_not: What may be used, and why other transports may not; both may change meanwhile.
+        """
         self.on_gone: Callable[[bytes], None] = lambda id: None
         """Told of objects that ceased to exist at a peer."""
         self.on_back: Callable[[Node], None] = lambda node: None
         """Told of a peer that is heard from now on, and may not have been when something ceased to exist."""
         self.on_lost: Callable[[Endpoint], None] = lambda endpoint: None
         """Told of a peer that is no more."""
-        self.host, self.me, self.secret, self.config, self.transports, self.directory = host, me, secret, config, transports, directory
+        self.host, self.me, self.secret, self.config, self.directory = host, me, secret, config, directory
+        self.transports, self.why_not = transports, why_not
         self._lock = threading.Lock()
         self._nodes: dict[Endpoint, Node] = {}
 

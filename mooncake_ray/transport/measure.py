@@ -184,7 +184,7 @@ def measure(
         for name in names:
             say(f"{name}: connecting")
             try:
-                choose(name, end.config, _without_ours(facts["transports"], end.why_not, name))
+                choose(name, end.config, facts["transports"], end.why_not)
                 there = facts["transports"][name]
                 at = Peer(host, port, there, exchange=lambda blob, n=name: link.exchange(n, blob, _ANSWER_S), link=dial)
                 with closing(end.transports[name].connect(at, _ANSWER_S)) as connection:
@@ -239,13 +239,6 @@ def _facts(text: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         pass
     raise TransportError("what answers there is no `mooncake-ray bench-link --listen`", "describe", errno.EPROTO)
-
-
-def _without_ours(there: dict[str, Any], why_not: dict[str, str], name: str) -> dict[str, Any]:
-    """What the peer offers. A transport that could be used here and yet cannot be opened is not offered either."""
-    if name not in why_not:
-        return there
-    return {**there, name: {"unavailable": there.get(name, {}).get("unavailable") or f"(not asked, as here {why_not[name]})"}}
 
 
 def _rails(description: dict[str, Any]) -> list[str]:

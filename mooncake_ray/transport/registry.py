@@ -48,12 +48,14 @@ def get_transport(name: str) -> type[Transport]:
     return _registered[name]
 
 
-def choose(wanted: str, here: Config, there: Mapping[str, Mapping[str, Any]]) -> str:
+def choose(wanted: str, here: Config, there: Mapping[str, Mapping[str, Any]], why_not: Mapping[str, str] | None = None) -> str:
     """The name of the transport to read from a peer with.
 
     Args:
         wanted: A name, or `auto`: verbs if both ends have it, else tcp.
         here: This process's settings.
+        why_not: Why those cannot be used here of which this process has found out, by name: they are, or would be, available, but could not be
+            opened, or refused memory.
         there: What the peer's transports say of themselves, by name. One that cannot be used there is missing, or is `{"unavailable": why}`.
 
     Raises:
@@ -62,7 +64,8 @@ def choose(wanted: str, here: Config, there: Mapping[str, Mapping[str, Any]]) ->
     """
     reasons = []
     for name in _PREFERRED if wanted == AUTO else (wanted,):
-        ours, theirs = _unavailable_here(name, here, wanted), _unavailable_there(name, there)
+        ours = (why_not or {}).get(name) or _unavailable_here(name, here, wanted)
+        theirs = _unavailable_there(name, there)
         if not ours and not theirs:
             return name
         reasons.append(f"{name}: here {ours or 'it can be used'}; at the peer {theirs or 'it can be used'}")

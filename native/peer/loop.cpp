@@ -1,17 +1,18 @@
 #include "loop.h"
 
+#include <linux/errqueue.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
-#include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <ctime>
 
 #include "server.h"
 
@@ -192,7 +193,7 @@ void Loop::start(Fd fd) {
 }
 
 void Loop::handle(Conn& c, uint32_t events) {
-  if (events & (EPOLLERR | EPOLLHUP | EPOLLRDHUP)) c.dead = true;
+  if (events & (EPOLLHUP | EPOLLRDHUP) || (events & EPOLLERR && !hear_errors(c))) c.dead = true;
   if (!c.dead && events & EPOLLIN) receive(c);
   settle(c);
 }
@@ -266,7 +267,7 @@ void Loop::parse(Conn& c) {
 void Loop::send(Conn& c) {
   uint64_t budget = kTurn;
   while (!c.out.empty() && budget && !c.dead)
-    if (!(c.out.front().file < 0 ? send_memory(c, &budget) : send_file(c, &budget))) break;
+    if (!send_some(c, &budget)) break;
   if (c.out.empty()) {
     if (c.session) c.deadline = INT64_MAX;
   } else if (c.session && (budget != kTurn || c.deadline == INT64_MAX)) {
@@ -275,11 +276,27 @@ void Loop::send(Conn& c) {
   }
 }
 
-bool Loop::send_memory(Conn& c, uint64_t* budget) {
+// Whether to have the kernel send straight from the arena (MSG_ZEROCOPY). It then says, by the socket's error queue, when it needs the memory no
+// more, and whether it made a copy after all, as it does on the way to this machine itself, by loopback or veth: there it is asked no more.
+// Nobody waits for the former: who reads unpins after the last byte has come, and if that is not so, what has come counts for nothing.
+//
+// sendfile, which also leaves out the copy, was measured over veth at 0.85 of the rate of plain sends: it looks up each page of 4 KiB in the
+// page cache, and hands TCP not more than 16 of them at a time.
+bool Loop::lends(Conn& c, const Out& o) {
+  if (!o.lent || server_.options_.zero_copy == Server::Options::ZeroCopy::kNever) return false;
+  if (c.lending == Conn::Lending::kUntried) {
+    const int one = 1;
+    c.lending = ::setsockopt(c.fd->get(), SOL_SOCKET, SO_ZEROCOPY, &one, sizeof one) ? Conn::Lending::kOff : Conn::Lending::kOn;
+  }
+  return c.lending == Conn::Lending::kOn;
+}
+
+bool Loop::send_some(Conn& c, uint64_t* budget) {
+  const bool lent = lends(c, c.out.front());
   iovec v[64];
   size_t n = 0;
   uint64_t total = 0;
-  for (auto o = c.out.begin(); o != c.out.end() && n < std::size(v) && o->file < 0 && total < *budget; ++o, ++n) {
+  for (auto o = c.out.begin(); o != c.out.end() && n < std::size(v) && total < *budget && lends(c, *o) == lent; ++o, ++n) {
     const void* p = o->memory ? static_cast<const void*>(o->memory) : o->own.data() + o->at;
     v[n] = {const_cast<void*>(p), size_t(std::min(o->left, *budget - total))};
     total += v[n].iov_len;
@@ -287,13 +304,17 @@ bool Loop::send_memory(Conn& c, uint64_t* budget) {
   msghdr m{};
   m.msg_iov = v;
   m.msg_iovlen = n;
-  const ssize_t sent = ::sendmsg(c.fd->get(), &m, MSG_NOSIGNAL | (n < c.out.size() ? MSG_MORE : 0));
+  const ssize_t sent = ::sendmsg(c.fd->get(), &m, MSG_NOSIGNAL | (n < c.out.size() ? MSG_MORE : 0) | (lent ? MSG_ZEROCOPY : 0));
   if (sent < 0) {
     if (errno == EINTR) return true;
+    if (lent && errno == ENOBUFS) {  // no more memory may be locked, or nobody heard what is said of it
+      c.lending = Conn::Lending::kOff;
+      return true;
+    }
     c.dead = errno != EAGAIN;
     return false;
   }
-  server_.count_sent(uint64_t(sent));
+  server_.count_sent(uint64_t(sent), lent);
   *budget -= uint64_t(sent);
   for (uint64_t rest = uint64_t(sent);;) {
     if (c.out.empty()) break;
@@ -303,33 +324,33 @@ bool Loop::send_memory(Conn& c, uint64_t* budget) {
     o.left -= k, rest -= k;
     if (o.memory) o.memory += k;
     else o.at += k;
-    if (o.left || o.file >= 0) break;
+    if (o.left) break;
     c.owned -= o.own.size();
     c.out.pop_front();
   }
   return uint64_t(sent) == total;
 }
 
-bool Loop::send_file(Conn& c, uint64_t* budget) {
-  Out& o = c.out.front();
-  off_t at = off_t(o.at);
-  const ssize_t sent = ::sendfile(c.fd->get(), o.file, &at, std::min(o.left, *budget));
-  if (sent < 0) {
-    if (errno == EINTR) return true;
-    if (errno == EINVAL || errno == ENOSYS) {  // memory of a kind that the kernel does not send from
-      o.file = -1;
-      return true;
+bool Loop::hear_errors(Conn& c) {
+  for (;;) {
+    alignas(cmsghdr) char control[256];
+    msghdr m{};
+    m.msg_control = control;
+    m.msg_controllen = sizeof control;
+    if (::recvmsg(c.fd->get(), &m, MSG_ERRQUEUE | MSG_DONTWAIT) < 0) {
+      if (errno == EINTR) continue;
+      int error = 0;
+      socklen_t size = sizeof error;
+      return errno == EAGAIN && !::getsockopt(c.fd->get(), SOL_SOCKET, SO_ERROR, &error, &size) && !error;
     }
-    c.dead = errno != EAGAIN;
-    return false;
+    for (cmsghdr* h = CMSG_FIRSTHDR(&m); h; h = CMSG_NXTHDR(&m, h)) {
+      sock_extended_err e;
+      if (!(h->cmsg_level == SOL_IP && h->cmsg_type == IP_RECVERR) && !(h->cmsg_level == SOL_IPV6 && h->cmsg_type == IPV6_RECVERR)) continue;
+      std::memcpy(&e, CMSG_DATA(h), sizeof e);
+      if (e.ee_errno || e.ee_origin != SO_EE_ORIGIN_ZEROCOPY) return false;
+      if (e.ee_code & SO_EE_CODE_ZEROCOPY_COPIED && server_.options_.zero_copy != Server::Options::ZeroCopy::kAlways) c.lending = Conn::Lending::kOff;
+    }
   }
-  if (!sent) c.dead = true;  // the file ends: not possible for an arena
-  server_.count_sent(uint64_t(sent));
-  *budget -= uint64_t(sent);
-  o.at += uint64_t(sent);
-  o.memory += sent;
-  if (!(o.left -= uint64_t(sent))) c.out.pop_front();
-  return !c.dead;
 }
 
 void Loop::look_at_waiters() {

@@ -17,13 +17,16 @@ namespace mcr::peer {
 class Server;
 struct Session;
 
-// Bytes on their way out: of its own, of memory, or of a file, whichever `keep` keeps alive.
+// Ranges from this size on may leave without a copy; smaller ones cost less with one.
+constexpr uint64_t kLent = 32 << 10;
+
+// Bytes on their way out: of its own, or of memory that `keep` keeps alive.
 struct Out {
   std::string own;
   const std::byte* memory = nullptr;
-  int file = -1;
-  uint64_t at = 0;  // sent of `own`, or the offset in the file
+  uint64_t at = 0;  // sent of `own`
   uint64_t left = 0;
+  bool lent = false;  // the kernel may read that memory until the peer has it all. It lies in an arena, and is pinned for so long.
   std::shared_ptr<const void> keep;
 };
 
@@ -40,6 +43,7 @@ struct Conn {
   std::deque<Out> out;
   size_t owned = 0;  // bytes in `out` that take memory here
   uint32_t armed = 0;
+  enum class Lending : uint8_t { kUntried, kOn, kOff } lending = Lending::kUntried;
   void reply(Op op, Code code, uint64_t aux = 0, std::string_view body = {});
 };
 
@@ -68,8 +72,9 @@ class Loop {
   void receive(Conn& c);
   void parse(Conn& c);
   void send(Conn& c);
-  bool send_memory(Conn& c, uint64_t* budget);  // false: no room in the socket, or dead
-  bool send_file(Conn& c, uint64_t* budget);
+  bool send_some(Conn& c, uint64_t* budget);  // false: no room in the socket, or dead
+  bool lends(Conn& c, const Out& o);
+  bool hear_errors(Conn& c);  // false: there is one
   void look_at_waiters();
   void check_deadlines(int64_t now);
   void arm(Conn& c);

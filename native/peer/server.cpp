@@ -1,7 +1,6 @@
 // The peer server: its life, its sessions, and what its node tells it.
 #include "server.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 
@@ -52,6 +51,8 @@ void Server::close() {
   for (auto& t : helpers_) t.join();
   helpers_.clear();
   for (auto& l : loops_) l->stop();
+  std::lock_guard lock(mutex_);
+  jobs_.clear();  // which have connections
 }
 
 // ---- connections and sessions
@@ -212,7 +213,7 @@ void Server::answer(uint64_t session, std::string_view blob) {
 
 Server::Stats Server::stats() {
   std::lock_guard lock(mutex_);
-  Stats s{connections_, sessions_.size(), 0, sent_, refused_, requests_, offers_.size(), 0};
+  Stats s{connections_, sessions_.size(), 0, sent_, refused_, requests_, offers_.size(), 0, lent_};
   for (auto& [_, x] : sessions_) s.pins += x->pins.size();
   for (auto& [_, r] : replicas_) s.replicas += r.size();
   return s;
@@ -229,9 +230,7 @@ void Server::know_arenas() {
   for (const Client::ArenaInfo& a : client_->map_arenas()) {
     if (arena(a.index)) continue;
     auto fresh = std::make_shared<Arena>();
-    fresh->fd.reset(::fcntl(a.ro_fd, F_DUPFD_CLOEXEC, 0));
-    if (!fresh->fd) throw_errno("dup");
-    fresh->map = Mapping(fresh->fd.get(), 0, a.bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE);
+    fresh->map = Mapping(a.ro_fd, 0, a.bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE);
     std::lock_guard lock(mutex_);
     if (a.index >= arenas_.size()) arenas_.resize(a.index + 1);
     if (!arenas_[a.index]) arenas_[a.index] = std::move(fresh);

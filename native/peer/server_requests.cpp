@@ -10,8 +10,6 @@
 namespace mcr::peer {
 namespace {
 
-constexpr uint64_t kBySendfile = 32 << 10;  // bytes; smaller ranges are gathered into one send
-
 template <class T>
 bool take(std::string_view* from, T* out) {
   if (from->size() < sizeof *out) return false;
@@ -120,8 +118,7 @@ bool Server::read(Conn& c, Loop& loop, std::string_view body) {
         if (!a || r.bytes > a->map.size() || r.offset > a->map.size() - r.bytes) bad = i;
         else {
           o.memory = a->map.data() + r.offset;
-          o.at = r.offset;
-          if (options_.sendfile && r.bytes >= kBySendfile) o.file = a->fd.get();
+          o.lent = r.bytes >= kLent;
           o.keep = std::move(a);
         }
       } else {

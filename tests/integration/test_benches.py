@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.cluster import unavailable
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +53,28 @@ PARTS |= {f"time/{rows}": ("s", {"pool", "whole"}) for rows in ("slice", "scatte
 def test_lines_of_json(name, cases):
     found, _ = run(name)
     assert found == lines_of(cases)
+
+
+PULLS = {"mooncake", "floor", "ray", "tcp"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(unavailable()), reason=f"no namespaces here: {unavailable()}")
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        (
+            "pull",
+            {f"{link}/{size}": ("bytes/s", PULLS) for link in ("shaped", "unshaped") for size in ("1MiB", "64MiB")}
+            | {"latency/64KiB": ("s", PULLS)},
+        ),
+        ("fanout", {"64MiB": ("s", {"one", "all", "ray"})}),
+    ],
+)
+def test_between_nodes(name, cases):
+    found, said = run(name)
+    missing = {peer for peer in ("mooncake",) if f"{peer}: not run: " in said}
+    assert found == {line for line in lines_of(cases) if line[1] not in missing}
 
 
 @pytest.mark.timeout(600)

@@ -14,6 +14,7 @@ import pytest
 from stress import content, soak
 from stress.content import Board, CorruptError, Slot
 
+from bench.cluster import unavailable
 from bench.processes import family
 from mooncake_ray.store import ObjectKey
 
@@ -27,8 +28,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def outcome_of(process: subprocess.Popen[str]) -> dict:
-    out, err = process.communicate(timeout=280)
+def outcome_of(process: subprocess.Popen[str], timeout_s: float = 280) -> dict:
+    out, err = process.communicate(timeout=timeout_s)
     assert out, err
     found = json.loads(out.splitlines()[-1])
     assert (process.returncode == 0) == found["ok"], err
@@ -49,6 +50,15 @@ def test_a_short_storm_over_ray():
     found = outcome_of(start("ray", "--seconds", "10"))
     assert found["ok"], found
     assert found["driver_puts"] > 0 and any(count.startswith("kills:") for count in found)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.skipif(bool(unavailable()), reason=f"no namespaces here: {unavailable()}")
+def test_a_short_chaos():
+    found = outcome_of(start("chaos", "--seconds", "20"), 800)
+    assert found["ok"], found
+    assert found["puts"] > 0 and found["gets"] > 0
 
 
 @pytest.mark.slow

@@ -55,10 +55,10 @@ def table(*rows) -> np.ndarray:
     return np.array(rows, np.uint64).reshape(-1, 4)
 
 
-@pytest.mark.parametrize("sendfile", [True, False])
+@pytest.mark.parametrize("zero_copy", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4097, 65537, 300_001, 9 * MIB + 3])
-def test_pin_read_unpin(client, nbytes, sendfile):
-    server = peer.Server(client, "127.0.0.1", 0, SECRET, sendfile=sendfile)
+def test_pin_read_unpin(client, nbytes, zero_copy):
+    server = peer.Server(client, "127.0.0.1", 0, SECRET, zero_copy=zero_copy)
     data = np.random.default_rng(nbytes).bytes(nbytes)
     oid = put(client, data)
     one, two = link(server), link(server)
@@ -76,6 +76,7 @@ def test_pin_read_unpin(client, nbytes, sendfile):
     assert server.stats()["pins"] == 1
     assert two.unpin([oid], 10)
     assert server.stats()["pins"] == 0
+    assert zero_copy or not server.stats()["bytes_lent"]
     assert not two.unpin([oid], 10)
     server.close()
 

@@ -117,6 +117,16 @@ def test_pieces_are_the_same_bytes(given_rows, most):
     assert single(out) == single(ranges)
 
 
+def test_what_was_found_out_to_be_unusable():
+    there = {"tcp": {}, "loopback": {}}
+    assert choose("loopback", Config(), there, {"tcp": "no sockets"}) == "loopback"
+    with pytest.raises(TransportUnavailableError, match="here no memory; at the peer it can be used"):
+        choose("loopback", Config(), there, {"loopback": "no memory"})
+    with pytest.raises(TransportUnavailableError, match="tcp: here no sockets"):
+        choose("auto", Config(), there, {"tcp": "no sockets", "verbs": "no memory"})
+    assert choose("auto", Config(), {**there, "verbs": {}}, {"verbs": "no memory"}) == "tcp"
+
+
 def test_regions_that_come_later():
     asked = []
 
