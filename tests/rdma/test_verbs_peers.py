@@ -110,6 +110,12 @@ def test_bytes_go_over_the_rails_that_are_near_to_them(second_device, monkeypatc
         np.testing.assert_array_equal(pair.target[MIB : 2 * MIB], pair.source[5 : MIB + 5])
         np.testing.assert_array_equal(pair.target[2 * MIB : 2 * MIB + 1000], late[77:1077])
         assert (pair.target[2 * MIB + 1000 :] == GUARD).all()
+        monkeypatch.setattr(rails, "near_rails", lambda *_: [0, 1])
+        anywhere = memory(MIB, 7)
+        pair.there.register(Memory(5, anywhere.ctypes.data, MIB))
+        connection.read(table((5, 0, at, MIB)), TIMEOUT_S)
+        assert connection.bytes_by_rail() == {"rxe0>rxe0": MIB + 1000, "rxe9>rxe9": 6 * MIB}, "this end's memory has a node, too"
+        assert (pair.target[:MIB] == 7).all()
     finally:
         pair.close()
 
