@@ -42,11 +42,11 @@ as_root() {
   if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
 }
 
-# For apt, which waits long for a mirror, and for as long as it takes for another apt.
-in_time() {
+# Waits for mirrors, and for another one at work, but not for ever.
+apt() {
   local code=0
-  as_root timeout -k 5 "$setup_limit" env DEBIAN_FRONTEND=noninteractive "$@" || code=$?
-  [ "$code" -ne 124 ] || die 125 "not done after $setup_limit s: $*"
+  as_root timeout -k 5 "$setup_limit" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o "DPkg::Lock::Timeout=$setup_limit" "$@" || code=$?
+  [ "$code" -ne 124 ] || die 125 "not done after $setup_limit s: apt-get $*"
   return "$code"
 }
 
@@ -58,20 +58,20 @@ packages() {
   done
   [ ${#missing[@]} -gt 0 ] || return 0
   echo "rdma-vm: installs ${missing[*]}" >&2
-  in_time apt-get update -qq
-  in_time apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
+  apt update
+  apt install -y --no-install-recommends "${missing[@]}" >/dev/null
 }
 
 # Debian's own kernel, taken out of its package: the plain image, which boots sooner than the compressed one, and the drivers.
 kernel() {
   local work package version driver path
   work=$(mktemp -d "$cache/kernel.XXXXXX")
-  in_time apt-get update -qq
+  apt update
   package=$(apt-cache depends linux-image-amd64 | awk '$1 == "Depends:" { print $2; exit }')
   [ -n "$package" ] || die 125 "apt knows no kernel (linux-image-amd64)"
   echo "rdma-vm: gets $package" >&2
   version=${package#linux-image-}
-  (cd "$work" && in_time apt-get download -qq -o APT::Sandbox::User=root "$package" && dpkg-deb -x ./*.deb .)
+  (cd "$work" && apt download -o APT::Sandbox::User=root "$package" && dpkg-deb -x ./*.deb .)
   depmod -b "$work" "$version"
   mkdir "$work/drivers"
   for driver in "${drivers[@]}"; do

@@ -96,14 +96,17 @@ cdef extern from "peer/server.h" namespace "mcr::peer" nogil:
 
 cdef extern from * nogil:
     """
-    static inline void mcr_read(const std::vector<mcr::peer::Link*>& links, const uint64_t* rows, size_t n, int64_t timeout) {
+    static inline void mcr_read(const std::vector<mcr::peer::Link*>& links, const uint64_t* rows, size_t n, int64_t timeout,
+                                bool (*tell)(void*, uint64_t), void* told, uint64_t step) {
       std::vector<mcr::peer::Piece> pieces(n);
       for (size_t i = 0; i < n; ++i) pieces[i] = {rows[4 * i], rows[4 * i + 1], rows[4 * i + 2], rows[4 * i + 3]};
-      mcr::peer::read_striped(links, pieces, timeout);
+      const mcr::peer::Reached reached{[&](uint64_t bytes) { return tell(told, bytes); }, step};
+      mcr::peer::read_striped(links, pieces, timeout, told ? &reached : nullptr);
     }
     static inline void mcr_set_interrupt(bool (*f)()) { mcr::Client::interrupted = f; }
     """
-    void mcr_read(const vector[CLink*]& links, const uint64_t* rows, size_t n, int64_t timeout) except +mcr_raise_peer
+    void mcr_read(const vector[CLink*]& links, const uint64_t* rows, size_t n, int64_t timeout, cbool (*tell)(void*, uint64_t) noexcept,
+                  void* told, uint64_t step) except +mcr_raise_peer
     void mcr_set_interrupt(cbool (*f)() noexcept)
 
 cdef extern from "Python.h":
@@ -393,17 +396,33 @@ cdef class Link:
     def closed(self): return self.l.get() == NULL or self.l.get().closed()
 
 
-def read_striped(links, const uint64_t[:, ::1] ranges not None, timeout_s):
-    """Like `Link.read`, with several links to one peer at once, a thread each; they share the work as they get on."""
+cdef cbool _tell(void* told, uint64_t nbytes) noexcept with gil:
+    reached, failures = <tuple>told
+    try:
+        reached(nbytes)
+    except BaseException as e:
+        failures.append(e)
+    return not failures
+
+def read_striped(links, const uint64_t[:, ::1] ranges not None, timeout_s, *, reached=None, uint64_t step=2 << 20):
+    """Like `Link.read`, with several links to one peer at once, a thread each; they share the work as they get on.
+
+    `reached(nbytes)`, if given, is called by this thread while the links go on: the first `nbytes` bytes of the ranges, in their order, are there.
+    That is whenever it is at least `step` more than the last time, and not for the end. What it raises ends the read, and the links stay open."""
     cdef vector[CLink*] v
     cdef Link l
     cdef const uint64_t* rows = _rows(ranges)
     cdef size_t n = ranges.shape[0]
     cdef int64_t ns = _ns(timeout_s)
+    failures = []
+    call = (reached, failures)
+    cdef void* told = NULL if reached is None else <void*>call
     all = list(links)  # alive until this returns
     for l in all:
         if l is None:
             raise TypeError("a link is None")
         v.push_back(l.l.get())
     with nogil:
-        mcr_read(v, rows, n, ns)
+        mcr_read(v, rows, n, ns, _tell, told, step)
+    if failures:
+        raise failures[0]

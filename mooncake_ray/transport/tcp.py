@@ -19,6 +19,8 @@ from mooncake_ray.transport.base import LENGTH, BaseTransport, Connection, Peer,
 from mooncake_ray.transport.registry import register_transport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mooncake_ray.config import Config
 
 __all__ = ["STREAMS", "Tcp"]
@@ -70,7 +72,8 @@ class _Connection:
         self._opening = 0
         self.closed = False
 
-    def read(self, ranges: np.ndarray, timeout_s: float) -> None:
+    def read(self, ranges: np.ndarray, timeout_s: float, *, reached: Callable[[int], None] | None = None) -> None:
+        """See `Connection`, and `read_striped` for `reached`."""
         from mooncake_ray._native.peer import read_striped
 
         deadline = time.monotonic() + timeout_s
@@ -82,10 +85,7 @@ class _Connection:
         links = self._take(max(1, min(total // _STREAM_BYTES, self._streams_a_read)), deadline, timeout_s)
         try:
             left = max(0.001, deadline - time.monotonic())
-            if len(links) == 1:
-                links[0].read(ranges, left)
-            else:
-                read_striped(links, ranges, left)
+            read_striped(links, ranges, left, reached=reached)
         except TransportError as e:
             if e.errno != errno.EINVAL:
                 self.closed = True

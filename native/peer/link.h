@@ -60,9 +60,13 @@ class Link {
   void close();                                       // also while a call is under way, which then fails
   bool closed() const { return closed_; }
 
-  // The next frame's worth of pieces; empty: no more.
-  using Source = std::function<std::vector<Piece>()>;
-  void read_from(const Source& source, int64_t deadline);
+  // What to read, a frame at a time. Shared by links.
+  struct Source {
+    virtual ~Source() = default;
+    virtual std::vector<Piece> next(uint64_t* at) = 0;        // empty: no more; `at`: bytes of all frames before this one
+    virtual void arrived(uint64_t at, uint64_t bytes) = 0;
+  };
+  void read_from(Source& source, int64_t deadline);
 
  private:
   Link() = default;
@@ -101,7 +105,14 @@ struct Link::Guard {
   bool done = false;
 };
 
-// Several streams at once. The work is shared frame by frame, so that a slow one gets less.
-void read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces, int64_t timeout_ns);
+// Told how many bytes from the first piece's start on are there, now and then while the others come; false: do not go on. Must not throw.
+struct Reached {
+  std::function<bool(uint64_t)> tell;
+  uint64_t step = 2 << 20;  // bytes at least from one time to the next
+};
+
+// Several streams at once. The work is shared frame by frame, so that a slow one gets less. `reached`, if given, is called by this thread;
+// the streams go on meanwhile. Returns whether it never said false; the links are in order if it did.
+bool read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces, int64_t timeout_ns, const Reached* reached = nullptr);
 
 }  // namespace mcr::peer

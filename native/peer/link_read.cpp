@@ -5,8 +5,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <exception>
+#include <map>
 #include <thread>
 
 #include "link.h"
@@ -19,43 +22,84 @@ constexpr uint64_t kFrameBytes = 1 << 20;   // bytes asked for at once: as strea
 constexpr size_t kAhead = 4;                // frames on their way
 constexpr uint64_t kStreamBytes = 4 << 20;  // bytes that are worth one more stream
 
-// Cuts pieces into frames. Thread-safe.
-class Cutter {
+// Cuts pieces into frames, and knows how far what has come of them reaches. Thread-safe.
+class Cutter : public Link::Source {
  public:
   explicit Cutter(std::span<const Piece> pieces) : pieces_(pieces) {}
-  std::vector<Piece> next() {
+  std::vector<Piece> next(uint64_t* at) override {
     std::lock_guard lock(mutex_);
     std::vector<Piece> frame;
     uint64_t room = kFrameBytes;
-    while (at_ < pieces_.size() && room && frame.size() < kMaxRanges) {
-      Piece p = pieces_[at_];
+    *at = cut_;
+    while (piece_ < pieces_.size() && room && frame.size() < kMaxRanges) {
+      Piece p = pieces_[piece_];
       p.offset += done_, p.local += done_, p.bytes -= done_;
       const uint64_t n = std::min(p.bytes, room);
       if (n < p.bytes) done_ += n;
-      else ++at_, done_ = 0;
+      else ++piece_, done_ = 0;
       p.bytes = n;
       room -= n;
+      cut_ += n;
       if (n) frame.push_back(p);
     }
     return frame;
   }
+  void arrived(uint64_t at, uint64_t bytes) override {
+    std::lock_guard lock(mutex_);
+    ahead_[at] = bytes;
+    for (auto f = ahead_.begin(); f != ahead_.end() && f->first == reached_; f = ahead_.erase(f)) reached_ += f->second;
+    change_.notify_all();
+  }
   void stop() {
     std::lock_guard lock(mutex_);
-    at_ = pieces_.size();
+    piece_ = pieces_.size();
+  }
+  void ended() {
+    std::lock_guard lock(mutex_);
+    ++ended_;
+    change_.notify_all();
+  }
+  // How far it reaches, as soon as that is `least`, or `links` have ended, or some time is over.
+  uint64_t wait(uint64_t least, size_t links, bool* over) {
+    std::unique_lock lock(mutex_);
+    change_.wait_for(lock, std::chrono::milliseconds(100), [&] { return reached_ >= least || ended_ == links; });
+    *over = ended_ == links;
+    return reached_;
   }
 
  private:
   std::mutex mutex_;
+  std::condition_variable change_;
   const std::span<const Piece> pieces_;
-  size_t at_ = 0;
-  uint64_t done_ = 0;  // of the piece that is next
+  size_t piece_ = 0;
+  uint64_t done_ = 0;                   // of the piece that is next
+  uint64_t cut_ = 0, reached_ = 0;      // bytes
+  std::map<uint64_t, uint64_t> ahead_;  // frames that came before one in front of them: where they are, and bytes
+  size_t ended_ = 0;                    // links
 };
+
+// Says how far it is until all links have ended. False: it was told to stop.
+bool follow(Cutter& cutter, size_t links, const Reached& reached) {
+  uint64_t told = 0;
+  for (bool over = false; !over;) {
+    const uint64_t step = std::max<uint64_t>(reached.step, 1), there = cutter.wait(told + step, links, &over);
+    if (Client::interrupted && Client::interrupted()) throw Interrupted();
+    if (over || there < told + step) continue;
+    told = there;
+    if (!reached.tell(told)) {
+      cutter.stop();
+      return false;
+    }
+  }
+  return true;
+}
 
 }  // namespace
 
-void Link::read_from(const Source& source, int64_t deadline) {
+void Link::read_from(Source& source, int64_t deadline) {
   Guard g(*this, "read");
   std::deque<std::vector<Piece>> asked;
+  std::deque<uint64_t> places;  // of those frames
   std::string request;
   size_t sent = 0;
   bool more = true;
@@ -65,7 +109,8 @@ void Link::read_from(const Source& source, int64_t deadline) {
   std::string refused;           // why the first frame was that had no bytes
   for (;;) {
     while (more && asked.size() < kAhead) {
-      std::vector<Piece> pieces = source();
+      uint64_t at;
+      std::vector<Piece> pieces = source.next(&at);
       if (pieces.empty()) {
         more = false;
         break;
@@ -75,6 +120,7 @@ void Link::read_from(const Source& source, int64_t deadline) {
       request.append(bytes_of(f));
       for (const Piece& p : pieces) request.append(bytes_of(Range{p.region, p.offset, p.bytes}));
       asked.push_back(std::move(pieces));
+      places.push_back(at);
     }
     if (asked.empty()) break;
     bool idle = true;
@@ -113,6 +159,7 @@ void Link::read_from(const Source& source, int64_t deadline) {
           refused = "it has no bytes [" + std::to_string(p.offset) + ", " + std::to_string(p.offset + p.bytes) + ") in region " + std::to_string(p.region);
         more = false;  // what has been asked for still comes, and then the stream is in order
         asked.pop_front();
+        places.pop_front();
         headed = 0;
         continue;
       }
@@ -125,6 +172,10 @@ void Link::read_from(const Source& source, int64_t deadline) {
       if (into == now[piece].bytes) ++piece, into = 0;
     }
     if (piece == now.size()) {
+      uint64_t bytes = 0;
+      for (const Piece& p : now) bytes += p.bytes;
+      source.arrived(places.front(), bytes);
+      places.pop_front();
       asked.pop_front();
       headed = piece = 0;
     }
@@ -139,7 +190,7 @@ void Link::read(std::span<const Piece> pieces, int64_t timeout_ns) {
   read_striped({one}, pieces, timeout_ns);
 }
 
-void read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces, int64_t timeout_ns) {
+bool read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces, int64_t timeout_ns, const Reached* reached) {
   if (links.empty()) throw std::invalid_argument("no links to read from");
   const int64_t now = now_ns(), deadline = timeout_ns > INT64_MAX - now ? INT64_MAX : now + std::max<int64_t>(timeout_ns, 0);
   Cutter cutter(pieces);
@@ -147,22 +198,31 @@ void read_striped(const std::vector<Link*>& links, std::span<const Piece> pieces
   std::exception_ptr first;
   auto work = [&](Link* l) {
     try {
-      l->read_from([&] { return cutter.next(); }, deadline);
+      l->read_from(cutter, deadline);
     } catch (...) {
       cutter.stop();  // the others finish what they have asked for
       std::lock_guard lock(mutex);
       if (!first) first = std::current_exception();
     }
+    cutter.ended();
   };
   uint64_t total = 0;
   for (const Piece& p : pieces) total += std::min(p.bytes, kStreamBytes * links.size());
   const size_t useful = std::clamp<size_t>(size_t((total + kStreamBytes - 1) / kStreamBytes), 1, links.size());
+  bool stopped = false;
   {
     std::vector<std::jthread> threads;
-    for (size_t i = 1; i < useful; ++i) threads.emplace_back(work, links[i]);
-    work(links[0]);
+    for (size_t i = reached ? 0 : 1; i < useful; ++i) threads.emplace_back(work, links[i]);
+    if (reached) try {
+        stopped = !follow(cutter, useful, *reached);
+      } catch (const Interrupted&) {
+        for (size_t i = 0; i < useful; ++i) links[i]->close();
+        throw;
+      }
+    else work(links[0]);
   }
   if (first) std::rethrow_exception(first);
+  return !stopped;
 }
 
 }  // namespace mcr::peer

@@ -81,6 +81,34 @@ def test_pin_read_unpin(client, nbytes, zero_copy):
     server.close()
 
 
+def test_a_read_says_how_far_it_has_come(client, server):
+    data = secrets.token_bytes(12 * MIB)
+    links = [link(server), link(server)]
+    ((_, region, offset, n, *_),) = links[0].pin([put(client, data)], 10)
+    into = np.zeros(n, np.uint8)
+    rows = table((region, offset, into.ctypes.data, n))
+    said = []
+
+    def reached(nbytes: int) -> None:
+        said.append(nbytes)
+        assert into[:nbytes].tobytes() == data[:nbytes]
+
+    peer.read_striped(links, rows, 10, reached=reached, step=MIB)
+    assert into.tobytes() == data and said == sorted(said) and all(b - a >= MIB for a, b in zip([0, *said], said, strict=False))
+
+    class Enough(Exception):
+        pass
+
+    def no_more(nbytes: int) -> None:
+        raise Enough
+
+    with pytest.raises(Enough):  # noqa: PT012
+        while True:  # all may have come before it could be told
+            peer.read_striped(links, rows, 10, reached=no_more, step=1)
+    assert not any(k.closed for k in links)
+    links[0].read(rows, 10)
+
+
 def test_small_objects_come_inline(client, server):
     data = [b"w", b"x" * 100, b"y" * 65536]
     ids = [put(client, d) for d in data]
