@@ -64,6 +64,8 @@ class Tcp(BaseTransport):
 class _Connection:
     """Opens the first stream at once, and further ones when a read has work for them."""
 
+    tells = True
+
     def __init__(self, peer: Peer, streams: int, streams_a_read: int) -> None:
         self._peer, self._streams, self._streams_a_read = peer, streams, streams_a_read
         self._change = threading.Condition()
