@@ -128,3 +128,18 @@ else: raise AssertionError
         PULL_S="8",
         MOONCAKE_RAY_TRANSPORT="verbs",
     )
+
+
+def test_a_service_that_cannot_start_says_why(nodes):
+    run(
+        nodes,
+        """
+a, = workers(1)
+ref = ray.get(a.keep.remote(1 << 20))[0]
+try: ray.get(ref)
+except ray.exceptions.GetTimeoutError as e: assert "no address in the network 203.0.113.0/24" in str(e), repr(e)
+else: raise AssertionError
+""",
+        PULL_S="20",
+        MOONCAKE_RAY_HOST="203.0.113.0/24",
+    )
