@@ -204,6 +204,7 @@ cdef class Server:
 
     def offer(self, bytes id, lease):
         """Lets peers pin an object that is still being received into `lease` (pool.Lease). Nothing of it is there yet: see `progress`.
+        Who reads what has not come waits for it, and after `retract` gets whatever is there: its `wait` or `unpin` then says that this is worth nothing.
 
         The lease is kept until `retract`; it must not be aborted before that."""
         cdef ObjectId oid = _id(id)
@@ -375,7 +376,9 @@ cdef class Link:
         return <bytes>answer
 
     def read(self, const uint64_t[:, ::1] ranges not None, timeout_s):
-        """Reads ranges, straight into memory: rows of region, offset, local address (the caller vouches for it), nbytes."""
+        """Reads ranges, straight into memory: rows of region, offset, local address (the caller vouches for it), nbytes.
+
+        Bytes that the peer is still receiving are waited for; when they are there, `wait` says whether they are the object's."""
         read_striped([self], ranges, timeout_s)
 
     def next_event(self, timeout_s):

@@ -230,7 +230,7 @@ void Loop::receive(Conn& c) {
 
 void Loop::parse(Conn& c) {
   size_t at = 0;
-  while (!c.dead && !c.busy && !c.waiting && c.out.size() < kMaxOut && c.owned < kMaxOwned) {
+  while (!c.dead && !c.busy && !c.waiting && !c.blocked && c.out.size() < kMaxOut && c.owned < kMaxOwned) {
     const std::string_view rest = std::string_view(c.in).substr(at);
     if (!c.session) {
       if (rest.size() < sizeof(Proof)) break;
@@ -257,8 +257,12 @@ void Loop::parse(Conn& c) {
     if (rest.size() < sizeof f + f.bytes) break;
     at += sizeof f + f.bytes;
     if (!server_.request(c, *this, f, rest.substr(sizeof f, f.bytes))) c.dead = true;
-    if (std::exchange(c.again, false)) at -= sizeof f + f.bytes;
-    else c.learnt = false;
+    if (std::exchange(c.again, false)) {
+      at -= sizeof f + f.bytes;
+    } else {
+      c.learnt = false;
+      ++server_.requests_;
+    }
     if (c.waiting) due(c.wait_deadline);
   }
   c.in.erase(0, at);
@@ -356,7 +360,7 @@ bool Loop::hear_errors(Conn& c) {
 void Loop::look_at_waiters() {
   std::vector<uint64_t> done;
   for (auto& [serial, c] : conns_)
-    if (c->waiting && server_.try_wait(*c, false)) done.push_back(serial);
+    if (std::exchange(c->blocked, false) || (c->waiting && server_.try_wait(*c, false))) done.push_back(serial);
   for (uint64_t serial : done)
     if (auto c = conns_.find(serial); c != conns_.end()) settle(*c->second);
 }
@@ -380,7 +384,7 @@ void Loop::check_deadlines(int64_t now) {
 }
 
 void Loop::arm(Conn& c) {
-  const bool full = c.busy || c.waiting || c.out.size() >= kMaxOut || c.owned >= kMaxOwned || c.in.size() >= sizeof(Frame) + kMaxRequest;
+  const bool full = c.busy || c.waiting || c.blocked || c.out.size() >= kMaxOut || c.owned >= kMaxOwned || c.in.size() >= sizeof(Frame) + kMaxRequest;
   const uint32_t want = EPOLLRDHUP | (full ? 0u : uint32_t(EPOLLIN)) | (c.out.empty() ? 0u : uint32_t(EPOLLOUT));
   if (want == std::exchange(c.armed, want)) return;
   epoll_event e{want, {.u64 = c.serial}};

@@ -37,6 +37,7 @@ struct Conn {
   std::shared_ptr<Session> session;  // null until it has proved that it knows the secret
   bool events = false, busy = false, waiting = false, dead = false;
   bool again = false, learnt = false;  // the request is put off until the arenas that came since are known; they are
+  bool blocked = false;                // or until bytes have come that are being received here
   WaitRequest wait;
   int64_t wait_deadline = INT64_MAX, deadline = INT64_MAX;  // of the handshake, or of a send that makes no progress
   std::string in;

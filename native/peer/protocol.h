@@ -60,7 +60,7 @@ enum class Op : uint16_t {
   kPin = 1,   // PinRequest, ids → an Entry an id, then the bytes of those that are kInline
   kUnpin,     // UnpinRequest, ids → aux 1: all of them were pinned since their kPin, 0: not
   kWait,      // WaitRequest → aux: how much is there now
-  kRead,      // Ranges → aux bytes
+  kRead,      // Ranges → aux bytes; those that are still being received there are waited for
   kDescribe,  // → text
   kExchange,  // u32 length of the name, name, blob → blob
   kGone,      // from the server: the id of an object that the puller keeps a replica of

@@ -88,6 +88,7 @@ class Server {
   void answer_at_once(const Job& job, std::string* reply);
   bool read(Conn& c, Loop& loop, std::string_view body);
   bool exchange(Conn& c, Loop& loop, std::string_view body);
+  bool on_its_way(const Range& r) const;
   std::shared_ptr<Arena> arena(uint32_t index);  // null: unknown
   void know_arenas();
   void help();

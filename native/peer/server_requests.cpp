@@ -35,7 +35,6 @@ Code code_of(Status s) {
 }  // namespace
 
 bool Server::request(Conn& c, Loop& loop, const Frame& f, std::string_view body) {
-  ++requests_;
   switch (Op(f.op)) {
     case Op::kPin:
     case Op::kUnpin: {
@@ -93,6 +92,14 @@ bool Server::try_wait(Conn& c, bool last) {
   return true;
 }
 
+// Whether some of it is of an object that is offered, and has not come yet.
+bool Server::on_its_way(const Range& r) const {
+  return std::any_of(offers_.begin(), offers_.end(), [&](const auto& one) {
+    const Offer& o = one.second;
+    return o.at.arena == r.region && o.at.offset + o.available < r.offset + r.bytes && r.offset < o.at.offset + o.bytes;
+  });
+}
+
 bool Server::read(Conn& c, Loop& loop, std::string_view body) {
   const size_t n = body.size() / sizeof(Range);
   if (!n || n > kMaxRanges || body.size() % sizeof(Range)) return false;
@@ -116,7 +123,10 @@ bool Server::read(Conn& c, Loop& loop, std::string_view body) {
         }
         auto a = r.region < arenas_.size() ? arenas_[r.region] : nullptr;
         if (!a || r.bytes > a->map.size() || r.offset > a->map.size() - r.bytes) bad = i;
-        else {
+        else if (r.bytes && on_its_way(r)) {
+          c.again = c.blocked = true;
+          return true;
+        } else {
           o.memory = a->map.data() + r.offset;
           o.lent = r.bytes >= kLent;
           o.keep = std::move(a);

@@ -135,7 +135,13 @@ TEST(nonsense_bounces_off) {
   std::vector<ObjectId> ids;
   for (size_t n : {100, 5000, 65536, 70'000, 300'000, 1'500'000}) ids.push_back(put(*c, n));
   {
-    Server server(b.client("server"), "127.0.0.1", 0, kSecret, {});
+    auto served = b.client("server");
+    Server server(served, "127.0.0.1", 0, kSecret, {});
+    const ObjectId offered = served->new_id();  // some of whose bytes are there, and then fewer
+    std::byte* where;
+    Client::Place at;
+    CHECK_EQ(served->create(offered, 1 << 16, -1, &where, {}, &at).status, Status::kOk);
+    ids.push_back(offered);
     std::atomic<bool> over{false};
     std::thread answers([&] {
       Server::Ask a;
@@ -158,7 +164,9 @@ TEST(nonsense_bounces_off) {
     int rounds = 0;
     std::vector<std::byte> into(2 << 20);
     do {
-      const ObjectId id = ids[rng() % ids.size()];
+      server.offer(offered, at, 1 << 16);
+      server.progress(offered, rng() % (1 << 16));
+      const ObjectId id = ids[rng() % (ids.size() - 1)];
       const Pinned p = link->pin({id}, 60 * kSecond, "", false).at(0);
       CHECK(p.code == Code::kOk);
       const Piece piece[] = {{p.region, p.offset, reinterpret_cast<uint64_t>(into.data()), p.size}};
@@ -177,6 +185,8 @@ TEST(nonsense_bounces_off) {
     UNTIL(server.stats().sessions == 0 && server.stats().connections == 0 && server.stats().pins == 0);
     over = true;
     answers.join();
+    server.retract(offered);
+    served->abort(offered);
   }
   c->remove(ids);
   UNTIL(stat(*c, "pins") == 0 && stat(*c, "objects") == 0);

@@ -331,6 +331,59 @@ TEST(how_far_a_read_has_come) {
   CHECK(links[1]->unpin({id}, kMinute, false));
 }
 
+// All of an object is asked for at once, while it is still coming.
+TEST(what_is_on_its_way_is_waited_for) {
+  Home h;
+  auto one = connect(h.port(), token('a')), two = connect(h.port(), token('a')), other = connect(h.port(), token('b'));
+  for (const bool sealed : {true, false}) {
+    const ObjectId id = h.client->new_id();
+    std::byte* where;
+    Client::Place at;
+    CHECK_EQ(h.served->create(id, 12 * kMiB, -1, &where, {}, &at).status, Status::kOk);
+    std::memset(where, 0, 12 * kMiB);
+    h.server->offer(id, at, 12 * kMiB);
+    const Pinned p = one->pin({id}, kMinute, "", false).at(0);
+    CHECK(p.size == 12 * kMiB && p.available == 0);
+    std::vector<std::byte> into;
+    const Piece all = piece(p, &into);
+    std::atomic<uint64_t> there{0}, seen{0};
+    std::thread reader([&] {
+      const Reached reached{[&](uint64_t n) {
+                              CHECK(n <= there || !sealed);
+                              if (n > there) return false;  // it was given up
+                              CHECK(two->wait(id, n - 1, kMinute) >= n);
+                              seen = n;
+                              return true;
+                            },
+                            1};
+      read_striped({one.get(), other.get()}, {&all, 1}, kMinute, &reached);
+    });
+    for (int i = 1; i < 12; ++i) {
+      for (size_t k = size_t(i - 1) * kMiB; k < i * kMiB; ++k) where[k] = pattern(id, k);
+      there = i * kMiB;
+      h.server->progress(id, there);
+      if (i % 4 == 0) UNTIL(seen == there);
+      if (i == 6) {  // of those bytes that have come, others read whatever waits
+        std::byte some[100];
+        const Piece few{p.region, p.offset + 6 * kMiB - 100, reinterpret_cast<uint64_t>(some), 100};
+        two->read({&few, 1}, kMinute);
+        CHECK(some[99] == pattern(id, 6 * kMiB - 1));
+      }
+    }
+    UNTIL(seen == 11 * kMiB);
+    if (sealed) {
+      for (size_t k = 11 * kMiB; k < 12 * kMiB; ++k) where[k] = pattern(id, k);
+      there = 12 * kMiB;
+      CHECK_EQ(h.served->seal(id, self(id), false, {}), Status::kOk);
+    }
+    h.server->retract(id);
+    reader.join();
+    if (sealed) CHECK(intact(into, id));
+    else h.served->abort(id);
+    CHECK_EQ(one->unpin({id}, kMinute, false), sealed);
+  }
+}
+
 // With good ranges around the bad one, in frames before and after it.
 TEST(a_range_that_is_not_there) {
   Home h;
@@ -472,6 +525,12 @@ TEST(closing_ends_everything) {
     each([&](Link& l) {
       CHECK(l.pin({offered}, kMinute, "", false).at(0).available == 0);
       l.wait(offered, 0, kMinute);
+    });
+    each([&](Link& l) {
+      const Pinned p = l.pin({offered}, kMinute, "", false).at(0);
+      std::vector<std::byte> into;
+      const Piece all = piece(p, &into);
+      l.read({&all, 1}, kMinute);
     });
     each([&](Link& l) { l.exchange("nobody", "answers", kMinute); });
     each([&](Link& l) { l.describe(kMinute); });
