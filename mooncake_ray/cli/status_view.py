@@ -106,6 +106,7 @@ def service_lines(r: Mapping[str, Any]) -> list[str]:
         f"brought here: {count(r['replicas'], 'object')}, {size(r['remote_bytes_read'])} read by its transports, "
         f"{count(r['relayed'], 'object')} from other readers, {count(r['remote_retries'] + r['relays_lost'], 'retry', 'retries')}",
         f"offers {', '.join(r['transports'])}",
+        *(f"does without {name}: {why}" for name, why in sorted(r["without"].items())),
     ]
     rows = [(endpoint, transport or "-") for endpoint, transport in sorted(r["peers"].items())]
     return out + (table(("PEER", "READ BY"), rows) if rows else [])

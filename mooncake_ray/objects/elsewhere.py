@@ -87,7 +87,8 @@ class Elsewhere(Region):
             try:
                 left = deadline.left(what)
             except GetTimeoutError as e:
-                raise GetTimeoutError(f"{e}: {last}") from None
+                why = nodes.why_none()
+                raise GetTimeoutError(f"{e}: {last}" + (f" (a service did not start: {why})" if why else "")) from None
             try:
                 with ask(self._session.door, left) as id:
                     return take(id)

@@ -28,13 +28,14 @@ from mooncake_ray.machine import address_in
 from mooncake_ray.store import node
 from mooncake_ray.transfer.directory import Endpoint
 
-__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "remove", "reports", "services", "start_with"]
+__all__ = ["NodeService", "RayDirectory", "ensure", "hosts", "node_of", "remove", "reports", "services", "start_with", "why_none"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _NAMESPACE = "mooncake_ray"
 _SPACE = _NAMESPACE.encode()
 _SERVICE = "node-service"
+_FAILED = b"failed:"
 _SECRET = b"secret"
 _ENGINE = b"engine:"
 _LOST = b"lost:"
@@ -138,10 +139,16 @@ class NodeService:
         worker = ray_worker.global_worker
         self._node = worker.node
         self._node_id = ray.get_runtime_context().get_node_id()
-        wanted = self._config.host
-        self._host = (address_in(wanted) if "/" in wanted else wanted) or worker.node_ip_address
         self._engine: Any = None
-        self._start()
+        failed = _FAILED + self._node_id.encode()
+        try:
+            wanted = self._config.host
+            self._host = (address_in(wanted) if "/" in wanted else wanted) or worker.node_ip_address
+            self._start()
+        except Exception as e:
+            internal_kv._internal_kv_put(failed, f"{type(e).__name__}: {e}".encode(), overwrite=True, namespace=_SPACE)
+            raise
+        internal_kv._internal_kv_del(failed, namespace=_SPACE)
         self._export()
         threading.Thread(target=self._watch, name="mooncake_ray.service", daemon=True).start()
 
@@ -251,6 +258,12 @@ def ensure(scope: str, config: Config, everywhere: bool = True) -> None:
                     max_concurrency=4,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False),
                 ).remote(scope, settings, job)
+
+
+def why_none() -> str:
+    """Why there is no service on this node, if one could not start; else ""."""
+    why = internal_kv._internal_kv_get(_FAILED + ray.get_runtime_context().get_node_id().encode(), namespace=_SPACE)
+    return why.decode() if why else ""
 
 
 def reports(timeout_s: float = 10.0) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from mooncake_ray._native import peer as native
 from mooncake_ray._native import pool
 from mooncake_ray.config import Config
 from mooncake_ray.counters import snapshot
-from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, RegistrationError, TransportError, TransportUnavailableError
+from mooncake_ray.errors import BrokerDiedError, MooncakeRayError, RegistrationError, TransportUnavailableError
 from mooncake_ray.transfer.claims import SUBJECT, Claims
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transfer.door import door_name
@@ -42,7 +42,6 @@ class Engine:
 
         Raises:
             OSError: EADDRINUSE: another engine has the door.
-            TransportUnavailableError: the transport that `config` names cannot be used here.
         """
         self.client, self.config, self.host = client, config, host
         self.over = threading.Event()
@@ -51,7 +50,7 @@ class Engine:
         self._registered: set[int] = set()
         self._registering = threading.Lock()
         self.why_not: dict[str, str] = {}
-        """Transports that this node does without although they seemed usable, and why."""
+        """Transports that this node does without although they are asked for, or seemed usable, and why."""
         self.transports = _transports(config, host, broker, client.pool_id, self.why_not)
         self.server = native.Server(client, host, 0, secret)
         self.endpoint = Endpoint(host, self.server.port)
@@ -93,18 +92,20 @@ class Engine:
                     except RegistrationError as e:
                         if name == self.config.transport:
                             raise
-                        _do_without(name, e, self.why_not)
+                        _do_without(name, str(e), self.why_not)
                         del self.transports[name]  # what peers read by it already ends with an error, and is read by another one
                         transport.close()
                 self._registered.add(index)
-            description = json.dumps({name: t.describe() for name, t in self.transports.items()}).encode()
+            missing = {name: {"unavailable": why} for name, why in self.why_not.items()}
+            description = json.dumps(missing | {name: t.describe() for name, t in self.transports.items()}).encode()
             self.server.describe(description)
             return description
 
     def report(self) -> dict[str, Any]:
         """What an operator wants to know; JSON can hold it.
 
-        `endpoint`, `transports` that are offered, `peers` (the transport that reads from each; "" before the first read). Of the server, now:
+        `endpoint`, `transports` that are offered, those that this node does `without` (and why), `peers` (the transport that reads from each;
+        "" before the first read). Of the server, now:
         `connections`, `sessions`, `pins`, `offers` (what is being received, and served meanwhile), `replicas_elsewhere`. Of objects here:
         `replicas_here`, from pools that still are; `claims_elsewhere`, those whose owners are on other nodes. Of the server since its start:
         `bytes_sent` (by it: what is read by RDMA it cannot count), `requests`, `refused` connections. Of the puller, since the process
@@ -115,6 +116,7 @@ class Engine:
         return {
             "endpoint": str(self.endpoint),
             "transports": sorted(self.transports),
+            "without": dict(self.why_not),
             "peers": self.peers.report(),
             "replicas_here": self.puller.replicas(),
             "claims_elsewhere": self.claims.count(),
@@ -195,32 +197,25 @@ class Engine:
             self.server.answer(session, answer)
 
 
-def _do_without(name: str, error: TransportError, why_not: dict[str, str]) -> None:
-    why_not[name] = str(error)
-    logger.warning("mooncake_ray: this node does without %s: %s", name, why_not[name])
+def _do_without(name: str, why: str, why_not: dict[str, str]) -> None:
+    why_not[name] = why
+    logger.warning("mooncake_ray: this node does without %s: %s", name, why)
 
 
 def _transports(config: Config, host: str, broker: str, pool_id: bytes, why_not: dict[str, str]) -> dict[str, Transport]:
-    """Those that this node offers, ready to be told of memory."""
+    """Those that this node offers, ready to be told of memory. What was asked for by name and cannot be used is told to whoever reads."""
     wanted = _OFFERED if config.transport == "auto" else ("tcp", config.transport)
     out: dict[str, Transport] = {}
     for name in dict.fromkeys(wanted):
         try:
             cls = get_transport(name)
-        except MooncakeRayError:
-            if name == config.transport:
-                raise
-            continue
-        why = cls.unavailable(config)
-        if not why:
-            try:
+            why = cls.unavailable(config)
+            if not why:
                 out[name] = cls(config, host, broker=broker, pool_id=pool_id) if cls is Shm else cls(config, host)
-            except TransportError as e:  # a device without memory or queues for this process
-                if name == config.transport:
-                    raise
-                _do_without(name, e, why_not)
-        elif name == config.transport:
-            raise TransportUnavailableError(f"the transport {name!r}, which was asked for, cannot be used on this node: {why}")
-        else:
-            logger.info("mooncake_ray: no %s on this node: %s", name, why)
+            elif name == config.transport:
+                _do_without(name, why, why_not)
+            else:
+                logger.info("mooncake_ray: no %s on this node: %s", name, why)
+        except MooncakeRayError as e:  # this build lacks it; or a device has no memory or queues for this process
+            _do_without(name, str(e), why_not)
     return out

@@ -104,9 +104,9 @@ def scraped():
     return found
 hosts = ["198.18.0.1", "198.18.0.2"]
 def there():
-    found = scraped()
-    ok = all(found.get(("remote_read_bytes_total", h)) == 4 << 20 and found.get(("replicas_total", h)) == 1 for h in hosts)
-    return ok and all(found.get(("remote_sent_bytes_total", h), 0) >= 4 << 20 and found.get(("peer_sessions", h)) == 1 for h in hosts)
+    found = scraped()  # of earlier jobs on these nodes, too
+    ok = all(found.get(("remote_read_bytes_total", h), 0) >= 4 << 20 and found.get(("replicas_total", h), 0) >= 1 for h in hosts)
+    return ok and all(found.get(("remote_sent_bytes_total", h), 0) >= 4 << 20 and found.get(("peer_sessions", h), 0) >= 1 for h in hosts)
 eventually(there, scraped)
 """,
     )

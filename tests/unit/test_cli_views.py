@@ -114,6 +114,7 @@ def test_status_says_what_there_is():
 SERVICE = {
     "endpoint": "10.0.0.1:4242",
     "transports": ["tcp", "verbs"],
+    "without": {"mooncake": "it is not installed"},
     "peers": {"10.0.0.2:4711": "verbs", "10.0.0.3:4712": ""},
     "connections": 5,
     "sessions": 2,
@@ -133,6 +134,7 @@ def test_status_tells_of_the_node_service():
     rows = [" ".join(line.split()) for line in shown(service=SERVICE).splitlines()]
     assert "serves at 10.0.0.1:4242: 2 peer sessions by 5 connections, 1 pin, 99 requests, 3 MiB sent by its streams" in rows
     assert "brought here: 7 objects, 70 MiB read by its transports, 1 object from other readers, 3 retries" in rows
+    assert "does without mooncake: it is not installed" in rows
     assert "offers tcp, verbs" in rows and "10.0.0.2:4711 verbs" in rows and "10.0.0.3:4712 -" in rows
     assert "3 connections refused" in shown(service=SERVICE | {"refused": 3})
     assert status_view.as_json(Reading(POOL, INSPECT_TEXT, service=SERVICE))["service"] == SERVICE

@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from engine_sites import DEADLINE_S, SECRET, several
 
-from mooncake_ray.errors import GetTimeoutError, ObjectLostError, ObjectNotFoundError, PeerRefusedError, TransportError
+from mooncake_ray.errors import (
+    GetTimeoutError,
+    ObjectLostError,
+    ObjectNotFoundError,
+    PeerRefusedError,
+    TransportError,
+    TransportUnavailableError,
+)
 from mooncake_ray.store import node
 from mooncake_ray.transfer.engine import Engine
 
@@ -238,11 +244,23 @@ def test_a_spilled_object(sites, tmp_path):
 
 
 def test_settings_name_the_transport(sites):
-    from mooncake_ray.errors import MooncakeRayError
+    """And where one cannot be used, whoever reads is told why, for either end; nothing else is used in its place."""
+    a, b, c = sites(), sites(transport="verbs"), sites()
+    id, small = a.put(data_of(1 << 20)), a.put(b"x")
+    with pytest.raises(TransportUnavailableError, match=r"verbs: here .*; at the peer it is not offered"):
+        b.get(a, id)
+    assert b.get(a, small) == b"x"  # by the streams on which it asks
+    other = b.put(data_of(1 << 20, 1))
+    assert c.get(b, other) == data_of(1 << 20, 1)  # which did not ask for verbs
+    with pytest.raises(TransportUnavailableError, match=r"verbs: here .*; at the peer (?!it is not offered)"):
+        sites(transport="verbs").get(b, other)
+    assert c.scope.config.transport == "auto"
 
-    with pytest.raises(MooncakeRayError, match="verbs"):
-        sites(transport="verbs")
-    assert replace(sites().scope.config).transport == "auto"
+
+def test_a_transport_that_there_is_not(sites):
+    a, b = sites(), sites(transport="carrier-pigeon")
+    with pytest.raises(TransportUnavailableError, match="there is no transport 'carrier-pigeon'"):
+        b.get(a, a.put(data_of(1 << 20)))
 
 
 def test_replicas_of_a_pool_with_another_engine_go_with_their_objects(sites):

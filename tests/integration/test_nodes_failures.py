@@ -1,4 +1,4 @@
-"""A get whose other end is silent: it ends in time, or by Ctrl-C, and leaves nothing behind."""
+"""A get that cannot succeed: it ends in time, or by Ctrl-C, says why, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -95,4 +95,51 @@ eventually(lambda: home() == dict(pins=0, leases=0), home)
 assert descriptors() <= before + 2, (before, descriptors())   # the pin of another object, perhaps, and a connection
 """,
         PULL_S="60",
+    )
+
+
+def test_a_pool_without_room_says_so(nodes):
+    run(
+        nodes,
+        """
+a, = workers(1)
+ref = ray.get(a.keep.remote(12 << 20))[0]
+mine = ray.put(torch.zeros(25 << 20))            # most of this node's pool
+try: ray.get(ref)
+except ray.exceptions.RayError as e: assert "StoreFullError" in str(e), repr(e)
+else: raise AssertionError
+del mine
+assert float(ray.get(ref).double().sum()) == expected(12 << 20)
+""",
+        PULL_S="4",
+    )
+
+
+def test_a_transport_that_cannot_be_used_says_so(nodes):
+    run(
+        nodes,
+        """
+a, = workers(1)
+ref = ray.get(a.keep.remote(1 << 20))[0]
+try: ray.get(ref)
+except ray.exceptions.RayError as e: assert "TransportUnavailableError" in str(e) and "at the peer" in str(e), repr(e)
+else: raise AssertionError
+""",
+        PULL_S="8",
+        MOONCAKE_RAY_TRANSPORT="verbs",
+    )
+
+
+def test_a_service_that_cannot_start_says_why(nodes):
+    run(
+        nodes,
+        """
+a, = workers(1)
+ref = ray.get(a.keep.remote(1 << 20))[0]
+try: ray.get(ref)
+except ray.exceptions.GetTimeoutError as e: assert "no address in the network 203.0.113.0/24" in str(e), repr(e)
+else: raise AssertionError
+""",
+        PULL_S="20",
+        MOONCAKE_RAY_HOST="203.0.113.0/24",
     )
