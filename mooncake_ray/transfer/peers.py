@@ -28,6 +28,7 @@ from mooncake_ray.errors import (
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transport import Connection, Peer, Transport, choose
+from mooncake_ray.transport.base import LENGTH, REGION
 
 __all__ = ["DESCRIBE", "Node", "Peers", "Pinned"]
 
@@ -190,17 +191,25 @@ class Node:
             if not link.unpin([id], deadline.left(what), kept=keep):
                 raise TransportError(f"{what} was not pinned all the time it was read", "unpin", peer=str(self.endpoint))
 
-    def read(self, ranges: np.ndarray, deadline: Deadline) -> None:
-        """Reads pinned bytes into registered memory: uint64 (n, 4), as `Connection.read` takes them."""
+    def tells(self, deadline: Deadline) -> bool:
+        """Whether `read` can say how far it is."""
+        return self._connected(deadline.left(f"read from {self.endpoint}")).tells
+
+    def read(self, ranges: np.ndarray, deadline: Deadline, reached: Callable[[int], None] | None = None) -> None:
+        """Reads pinned bytes into registered memory: uint64 (n, 4), as `Connection.read` takes them.
+
+        `reached`: told meanwhile how many bytes are there, where it `tells`; not of the end. What it raises ends the read.
+        """
         what = f"read from {self.endpoint}"
-        elsewhere = ranges[:, 0] >= _ARENAS
+        count("remote_bytes_read", int(ranges[:, LENGTH].sum()))
+        elsewhere = ranges[:, REGION] >= _ARENAS
         if elsewhere.any():
             with self.link(deadline.left(what)) as link:
                 link.read(np.ascontiguousarray(ranges[elsewhere]), deadline.left(what))
             ranges = np.ascontiguousarray(ranges[~elsewhere])
         if len(ranges):
-            self._connected(deadline.left(what)).read(ranges, deadline.left(what))
-        count("remote_bytes_read", int(ranges[:, 3].sum()))
+            told = {"reached": reached} if reached is not None else {}
+            self._connected(deadline.left(what)).read(ranges, deadline.left(what), **told)
 
     def _connected(self, timeout_s: float) -> Connection:
         with self._lock:

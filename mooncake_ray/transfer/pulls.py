@@ -27,11 +27,12 @@ from mooncake_ray.errors import (
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transfer.peers import Node, Peers, Pinned
+from mooncake_ray.transport.base import LENGTH
 
 __all__ = ["Puller"]
 
 _RELAY_FROM = 1 << 20  # bytes: smaller objects are read from their home by everybody; as its tracker has it
-_CHUNK = 16 << 20  # bytes read at a time of an object that others read from here meanwhile
+_CHUNK = 16 << 20  # bytes read at a time of an object that others read from here meanwhile, where the transport does not tell how far it is
 _FIRST_CHUNK = 1 << 20
 _AGAIN_S = 0.05  # before the first try again; then twice as long each time, up to …
 _AGAIN_MOST_S = 1.0
@@ -261,13 +262,24 @@ class Puller:
         if available < there.nbytes:
             with node.link(deadline.left(what)) as link:
                 available = link.wait(there.id, at, deadline.left(what))
-        until = min(available, at + (_CHUNK if at else _FIRST_CHUNK)) if stepwise else available
-        node.read(np.array([[there.region, there.offset + at, lease.address + at, until - at]], np.uint64), deadline)
-        if stepwise:
+        rest = np.array([[there.region, there.offset + at, lease.address + at, available - at]], np.uint64)
+        if not stepwise:
+            node.read(rest, deadline)
+            return available
+
+        def confirm(until: int) -> None:
             with node.link(deadline.left(what)) as link:  # it still has the object, so these bytes were the object's
                 link.wait(there.id, until - 1, deadline.left(what))
             self._server.progress(there.id, until)
-        return until
+
+        if node.tells(deadline):
+            node.read(rest, deadline, lambda nbytes: confirm(at + nbytes))
+        else:
+            available = min(available, at + (_CHUNK if at else _FIRST_CHUNK))
+            rest[0, LENGTH] = available - at
+            node.read(rest, deadline)
+        confirm(available)
+        return available
 
     # ---- parts of objects
 

@@ -67,6 +67,8 @@ class Loopback(BaseTransport):
 
 
 class _Connection:
+    tells = False
+
     def __init__(self, there: Loopback, peer: Peer) -> None:
         self._there, self.peer = there, str(peer)
         self.closed = False

@@ -230,6 +230,8 @@ class Verbs(BaseTransport):
 
 
 class _Connection:
+    tells = False
+
     def __init__(self, peer: Peer, native: Any, ports: Sequence[Mapping[str, Any]], queues: int, manner: tuple[int, ...]) -> None:
         self.number = 0
         self._peer, self._ports = peer, ports
