@@ -191,14 +191,14 @@ class Node:
             if not link.unpin([id], deadline.left(what), kept=keep):
                 raise TransportError(f"{what} was not pinned all the time it was read", "unpin", peer=str(self.endpoint))
 
-    def tells(self, deadline: Deadline) -> bool:
-        """Whether `read` can say how far it is."""
-        return self._connected(deadline.left(f"read from {self.endpoint}")).tells
+    def follows(self, deadline: Deadline) -> bool:
+        """Whether `read` waits for what is still being received there, and says how far it is."""
+        return self._connected(deadline.left(f"read from {self.endpoint}")).follows
 
     def read(self, ranges: np.ndarray, deadline: Deadline, reached: Callable[[int], None] | None = None) -> None:
         """Reads pinned bytes into registered memory: uint64 (n, 4), as `Connection.read` takes them.
 
-        `reached`: told meanwhile how many bytes are there, where it `tells`; not of the end. What it raises ends the read.
+        `reached`: told meanwhile how many bytes are there, where it `follows`; not of the end. What it raises ends the read.
         """
         what = f"read from {self.endpoint}"
         count("remote_bytes_read", int(ranges[:, LENGTH].sum()))

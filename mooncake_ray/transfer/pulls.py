@@ -27,12 +27,11 @@ from mooncake_ray.errors import (
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transfer.peers import Node, Peers, Pinned
-from mooncake_ray.transport.base import LENGTH
 
 __all__ = ["Puller"]
 
 _RELAY_FROM = 1 << 20  # bytes: smaller objects are read from their home by everybody; as its tracker has it
-_CHUNK = 16 << 20  # bytes read at a time of an object that others read from here meanwhile, where the transport does not tell how far it is
+_CHUNK = 16 << 20  # bytes read at a time of an object that others read from here meanwhile, where the transport does not follow
 _FIRST_CHUNK = 1 << 20
 _AGAIN_S = 0.05  # before the first try again; then twice as long each time, up to …
 _AGAIN_MOST_S = 1.0
@@ -60,6 +59,17 @@ class _Replica:
     """Which tells when it is gone there."""
     is_home: bool
     """Or it came from another replica, as its pool is lost."""
+
+
+@dataclass
+class _Coming:
+    """A large object that is being read, and others read from here meanwhile, if it is `relayed`."""
+
+    nbytes: int
+    lease: pool.Lease
+    relayed: bool
+    at: int = 0
+    """Up to there the bytes are right."""
 
 
 class Puller:
@@ -238,16 +248,16 @@ class Puller:
         if relayed:
             self._server.offer(there.id, lease)
             undo.callback(self._server.retract, there.id)
-        at, source = 0, there.source
-        while at < there.nbytes:
+        coming, source = _Coming(there.nbytes, lease, relayed), there.source
+        while coming.at < coming.nbytes:
             if not source:
-                at = self._read_on(home, there, lease, at, relayed, deadline)
+                self._read_on(home, there, coming, deadline)
                 continue
             node = self._peers.of(Endpoint.parse(source))
             try:
                 with node.pinned(there.id, deadline) as other:
-                    while at < there.nbytes:
-                        at = self._read_on(node, other, lease, at, True, deadline)
+                    while coming.at < coming.nbytes:
+                        self._read_on(node, other, coming, deadline)
                 count("relayed")
             except (TransportError, ObjectNotFoundError, ObjectLostError):  # go on from here with another one
                 node.forget_connection()
@@ -255,31 +265,32 @@ class Puller:
                 with home.pinned(there.id, deadline, bad_source=source) as again:
                     source = again.source
 
-    def _read_on(self, node: Node, there: Pinned, lease: pool.Lease, at: int, stepwise: bool, deadline: Deadline) -> int:
-        """Reads what is there from `at` on, or some of it. Returns how far it got: up to there the bytes are right."""
+    def _read_on(self, node: Node, there: Pinned, coming: _Coming, deadline: Deadline) -> None:
+        """Reads the rest of what is there, or some of it."""
         what = f"object {there.id.hex()} at {node.endpoint}"
-        available = there.available
-        if available < there.nbytes:
+        at, available = coming.at, there.available
+        follows = node.follows(deadline)
+        if follows:
+            available = there.nbytes
+        elif available < there.nbytes:
             with node.link(deadline.left(what)) as link:
                 available = link.wait(there.id, at, deadline.left(what))
-        rest = np.array([[there.region, there.offset + at, lease.address + at, available - at]], np.uint64)
-        if not stepwise:
+        if coming.relayed and not follows:
+            available = min(available, at + (_CHUNK if at else _FIRST_CHUNK))
+        rest = np.array([[there.region, there.offset + at, coming.lease.address + at, available - at]], np.uint64)
+        if not coming.relayed:
             node.read(rest, deadline)
-            return available
+            coming.at = available
+            return
 
         def confirm(until: int) -> None:
             with node.link(deadline.left(what)) as link:  # it still has the object, so these bytes were the object's
                 link.wait(there.id, until - 1, deadline.left(what))
+            coming.at = until
             self._server.progress(there.id, until)
 
-        if node.tells(deadline):
-            node.read(rest, deadline, lambda nbytes: confirm(at + nbytes))
-        else:
-            available = min(available, at + (_CHUNK if at else _FIRST_CHUNK))
-            rest[0, LENGTH] = available - at
-            node.read(rest, deadline)
+        node.read(rest, deadline, (lambda nbytes: confirm(at + nbytes)) if follows else None)
         confirm(available)
-        return available
 
     # ---- parts of objects
 

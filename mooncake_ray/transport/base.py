@@ -104,8 +104,9 @@ class Connection(Protocol):
 
     closed: bool
     """True once it has failed or was closed: whoever wants to read on connects anew."""
-    tells: bool
-    """Whether `read` has an argument `reached`, which is told meanwhile how far it is (see `_native.peer.read_striped`)."""
+    follows: bool
+    """Whether `read` waits for bytes that the peer is still receiving, and has an argument `reached`, which is told meanwhile how far it is (see
+    `_native.peer.read_striped`)."""
 
     def read(self, ranges: np.ndarray, timeout_s: float) -> None:
         """Reads all ranges, in any order, before the deadline.

@@ -67,7 +67,7 @@ class Loopback(BaseTransport):
 
 
 class _Connection:
-    tells = False
+    follows = False
 
     def __init__(self, there: Loopback, peer: Peer) -> None:
         self._there, self.peer = there, str(peer)

@@ -147,7 +147,7 @@ class Mooncake(BaseTransport):
 class _Connection:
     """One read at a time."""
 
-    tells = False
+    follows = False
 
     def __init__(self, transport: Mooncake, peer: Peer, target: str, regions: Regions) -> None:
         self._transport, self._peer, self._target, self._regions = transport, str(peer), target, regions

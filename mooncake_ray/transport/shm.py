@@ -119,7 +119,7 @@ class Shm(BaseTransport):
 class _Connection:
     """Holds a session with the peer's broker, whose maps live as long, and a socket that tells when the broker is gone."""
 
-    tells = False
+    follows = False
 
     def __init__(self, peer: Peer, broker: str, pool_id: str, timeout_s: float) -> None:
         self._peer = str(peer)

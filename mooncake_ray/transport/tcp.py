@@ -64,7 +64,7 @@ class Tcp(BaseTransport):
 class _Connection:
     """Opens the first stream at once, and further ones when a read has work for them."""
 
-    tells = True
+    follows = True
 
     def __init__(self, peer: Peer, streams: int, streams_a_read: int) -> None:
         self._peer, self._streams, self._streams_a_read = peer, streams, streams_a_read

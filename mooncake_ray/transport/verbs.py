@@ -230,7 +230,7 @@ class Verbs(BaseTransport):
 
 
 class _Connection:
-    tells = False
+    follows = False
 
     def __init__(self, peer: Peer, native: Any, ports: Sequence[Mapping[str, Any]], queues: int, manner: tuple[int, ...]) -> None:
         self.number = 0
