@@ -69,6 +69,7 @@ class Node:
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._connection: Connection | None = None
+        self._connecting = threading.Lock()
         self._closed = threading.Event()
         self._tried = threading.Condition(self._lock)
         self._hearing = False
@@ -212,9 +213,18 @@ class Node:
             self._connected(deadline.left(what)).read(ranges, deadline.left(what), **told)
 
     def _connected(self, timeout_s: float) -> Connection:
-        with self._lock:
-            if self._connection is not None and not getattr(self._connection, "closed", False):
-                return self._connection
+        if (there := self._connection) is not None and not there.closed:
+            return there
+        if not self._connecting.acquire(timeout=timeout_s):
+            raise TransportError(f"{self.endpoint}: no connection yet", "connect", errno.ETIMEDOUT, peer=str(self.endpoint))
+        try:
+            if (there := self._connection) is not None and not there.closed:
+                return there  # that another thread has made meanwhile
+            return self._connect(timeout_s)
+        finally:
+            self._connecting.release()
+
+    def _connect(self, timeout_s: float) -> Connection:
         with self.link(timeout_s) as link:
             there: Mapping[str, Any] = json.loads(link.describe(timeout_s) or b"{}")
         name = choose(self._peers.config.transport, self._peers.config, there, self._peers.why_not)
@@ -226,7 +236,9 @@ class Node:
             link=lambda: self._dial(_CONNECT_S),
             redescribe=lambda: json.loads(self._exchange(DESCRIBE, b"", _CONNECT_S)).get(name, {}),
         )
-        fresh = self._peers.transports[name].connect(peer, timeout_s)
+        if (transport := self._peers.transports.get(name)) is None:
+            raise TransportError(f"{name} was given up on this node a moment ago", "connect", errno.ECANCELED)
+        fresh = transport.connect(peer, timeout_s)
         logger.info("mooncake_ray: reads from %s by %s", self.endpoint, name)
         with self._lock:
             old, self._connection, self.transport = self._connection, fresh, name

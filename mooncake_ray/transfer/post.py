@@ -48,14 +48,16 @@ class Post:
                 if not (letter := self._waiting[to][:_LETTER]):
                     del self._waiting[to]
                     return
+            node = self._peers.of(to)
             try:
-                with self._peers.of(to).link(_SEND_S) as link:
+                with node.link(_SEND_S) as link:
                     link.exchange(self._subject, self._pack(letter), _SEND_S)
             except MooncakeRayError as e:
                 logger.debug("mooncake_ray: %d records for %s wait: %s", len(letter), to, e)
                 if not self._peers.directory.serves(to):
                     with self._lock:
                         del self._waiting[to]
+                    self._peers.lose(node)
                     return
                 self._closed.wait(pause)
                 pause = min(2 * pause, _AGAIN_MOST_S)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engine_sites import DEADLINE_S, SECRET, several
 
+from mooncake_ray.counters import snapshot
 from mooncake_ray.errors import (
     GetTimeoutError,
     ObjectLostError,
@@ -323,3 +324,17 @@ def test_small_replicas_go_when_the_room_is_needed(sites):
     ids = [a.put(bytes([n % 256]) * 5000) for n in range(600)]  # more than the reader's pool holds, and than its broker keeps by itself
     for n, id in enumerate(ids):
         assert b.get(a, id) == bytes([n % 256]) * 5000
+
+
+def test_readers_who_come_at_once_share_a_connection(sites):
+    a, b = sites(), sites()
+    ids = [a.put(data_of(200_000, n)) for n in range(12)]
+    got: dict[int, str] = {}
+    retried = snapshot().get("remote_retries", 0)
+    threads = [threading.Thread(target=lambda n=n: got.update({n: digest(b.get(a, ids[n]))})) for n in range(12)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == {n: digest(data_of(200_000, n)) for n in range(12)}
+    assert snapshot().get("remote_retries", 0) == retried
