@@ -14,6 +14,7 @@
 # What is missing is installed: QEMU, what makes a boot image, and what the guest uses for RDMA. Kernel and boot image are kept in
 # ~/.cache/mooncake-ray-vm. All of that has ten minutes.
 set -euo pipefail
+PATH=$PATH:/usr/sbin:/sbin # depmod and others, which are for administrators
 
 die() {
   echo "rdma-vm: $2" >&2
