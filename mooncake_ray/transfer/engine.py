@@ -90,8 +90,6 @@ class Engine:
                     try:
                         transport.register(Memory(index, address, nbytes, fd))
                     except RegistrationError as e:
-                        if name == self.config.transport:
-                            raise
                         _do_without(name, str(e), self.why_not)
                         del self.transports[name]  # what peers read by it already ends with an error, and is read by another one
                         transport.close()
