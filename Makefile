@@ -17,7 +17,7 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
 test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
-	$(MAKE) -j2 --output-sync=target native-test python-test FUZZ_INPUTS=200000
+	$(MAKE) -j2 --output-sync=target native-test python-test FUZZ_INPUTS=50000
 
 # A process that native code ends says why long before its last line: that is repeated where it is looked for.
 python-test: $(STAMP)

@@ -58,7 +58,9 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.parametrize(("store", "columns"), [("ray", {RAY_COLUMN}), ("pool", {"pool", RAY_COLUMN})])
+@pytest.mark.parametrize(
+    ("store", "columns"), [pytest.param("ray", {RAY_COLUMN}, marks=pytest.mark.slow), ("pool", {"pool", RAY_COLUMN})], ids=["ray", "pool"]
+)
 def test_few_steps(short_run, store: str, columns: set[str]) -> None:
     summary, out = short_run(store)
 
@@ -74,6 +76,7 @@ def test_few_steps(short_run, store: str, columns: set[str]) -> None:
     assert (out / "grpo.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@pytest.mark.slow
 def test_both_stores_train_alike(short_run) -> None:
     """The seed fixes everything, so what the store carries decides whether the runs agree."""
     (ray_summary, _), (pool_summary, _) = short_run("ray"), short_run("pool")
@@ -83,6 +86,7 @@ def test_both_stores_train_alike(short_run) -> None:
         assert pool_summary["last_metrics"][name] == pytest.approx(ray_summary["last_metrics"][name], rel=1e-2), name
 
 
+@pytest.mark.slow
 def test_reward_rises(tmp_path: Path) -> None:
     summary = run_example(tmp_path, "--store", "pool", "--steps", "30", "--seed", "0", "--no-plot")
 

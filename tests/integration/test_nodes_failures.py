@@ -140,6 +140,6 @@ try: ray.get(ref)
 except ray.exceptions.GetTimeoutError as e: assert "no address in the network 203.0.113.0/24" in str(e), repr(e)
 else: raise AssertionError
 """,
-        PULL_S="20",
+        PULL_S="8",
         MOONCAKE_RAY_HOST="203.0.113.0/24",
     )
