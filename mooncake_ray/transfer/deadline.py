@@ -1,4 +1,4 @@
-"""How long an operation of several steps may take."""
+"""How long an operation of several steps may take, and how soon what failed is tried again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import time
 
 from mooncake_ray.errors import GetTimeoutError
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "Pauses"]
+
+_FIRST_S = 0.05
+_LONGEST_S = 1.0
 
 
 class Deadline:
@@ -27,3 +30,21 @@ class Deadline:
     @property
     def over(self) -> bool:
         return time.monotonic() >= self.at
+
+
+class Pauses:
+    """Between tries: each is twice as long as the one before, up to a second."""
+
+    __slots__ = ("_next",)
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def next(self) -> float:
+        """Seconds."""
+        now, self._next = self._next, min(2 * self._next, _LONGEST_S)
+        return now
+
+    def reset(self) -> None:
+        """After a success."""
+        self._next = _FIRST_S

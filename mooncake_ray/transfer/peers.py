@@ -25,7 +25,7 @@ from mooncake_ray.errors import (
     ObjectNotFoundError,
     TransportError,
 )
-from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.transfer.deadline import Deadline, Pauses
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transport import Connection, Peer, Transport, choose
 from mooncake_ray.transport.base import LENGTH, REGION
@@ -39,8 +39,6 @@ DESCRIBE = "describe"
 _NOT_YET_S = 0.002  # between two questions for an object that is being sealed
 _CONNECT_S = 5.0
 _POLL_S = 1.0
-_AGAIN_S = 0.05  # before an engine that hung up is called again; then twice as long each time, up to …
-_AGAIN_MOST_S = 1.0
 _ARENAS = 1 << 32  # regions from here on are in no arena: only the peer's own streams read them
 
 
@@ -93,7 +91,7 @@ class Node:
                 self._watcher.start()
 
     def _hear(self) -> None:
-        pause = _AGAIN_S
+        pauses = Pauses()
         while not self._closed.is_set():
             try:
                 link = self._dial(_CONNECT_S, events=True)
@@ -102,10 +100,9 @@ class Node:
                 if not self._peers.directory.serves(self.endpoint):
                     self._peers.lose(self)
                     return
-                self._closed.wait(pause)
-                pause = min(2 * pause, _AGAIN_MOST_S)
+                self._closed.wait(pauses.next())
                 continue
-            pause = _AGAIN_S
+            pauses.reset()
             try:
                 self._heard(None)
                 self._peers.on_back(self)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from mooncake_ray.errors import MooncakeRayError
+from mooncake_ray.transfer.deadline import Pauses
 from mooncake_ray.transfer.directory import Endpoint
 from mooncake_ray.transfer.peers import Peers
 
@@ -16,8 +17,6 @@ logger = logging.getLogger("mooncake_ray")
 
 _LETTER = 1000  # records sent at a time
 _SEND_S = 5.0
-_AGAIN_S = 0.05  # before the first try again; then twice as long each time, up to …
-_AGAIN_MOST_S = 1.0
 
 
 class Post:
@@ -42,7 +41,7 @@ class Post:
         threading.Thread(target=self._deliver, args=(to,), name="mooncake_ray.post", daemon=True).start()
 
     def _deliver(self, to: Endpoint) -> None:
-        pause = _AGAIN_S
+        pauses = Pauses()
         while not self._closed.is_set():
             with self._lock:
                 if not (letter := self._waiting[to][:_LETTER]):
@@ -59,10 +58,9 @@ class Post:
                         del self._waiting[to]
                     self._peers.lose(node)
                     return
-                self._closed.wait(pause)
-                pause = min(2 * pause, _AGAIN_MOST_S)
+                self._closed.wait(pauses.next())
                 continue
-            pause = _AGAIN_S
+            pauses.reset()
             with self._lock:
                 del self._waiting[to][: len(letter)]
 

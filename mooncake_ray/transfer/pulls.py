@@ -24,7 +24,7 @@ from mooncake_ray.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.transfer.deadline import Deadline, Pauses
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transfer.peers import Node, Peers, Pinned
 
@@ -33,8 +33,6 @@ __all__ = ["Puller"]
 _RELAY_FROM = 1 << 20  # bytes: smaller objects are read from their home by everybody; as its tracker has it
 _CHUNK = 16 << 20  # bytes read at a time of an object that others read from here meanwhile, where the transport does not follow
 _FIRST_CHUNK = 1 << 20
-_AGAIN_S = 0.05  # before the first try again; then twice as long each time, up to …
-_AGAIN_MOST_S = 1.0
 _NAMED = 4096  # replicas named in one message
 _NAMING_S = 5.0
 _NOTE = "from another node"
@@ -190,7 +188,7 @@ class Puller:
 
     def _at_home(self, pool_id: bytes, what: str, deadline: Deadline, attempt: Callable[[Node], T]) -> T:
         """Tries with whoever serves the pool, until it works or cannot work any more."""
-        pause, last = _AGAIN_S, "nobody serves that pool"
+        pauses, last = Pauses(), "nobody serves that pool"
         while True:
             if (home := self._directory.resolve(pool_id)) is not None:
                 node = self._peers.of(home)
@@ -211,8 +209,7 @@ class Puller:
                 raise ObjectLostError(f"{what} is lost with its node: {last}")
             if deadline.over:
                 raise GetTimeoutError(f"{what}: not here within {deadline.timeout_s:g} s: {last}")
-            time.sleep(min(pause, max(0.0, deadline.at - time.monotonic())))
-            pause = min(2 * pause, _AGAIN_MOST_S)
+            time.sleep(min(pauses.next(), max(0.0, deadline.at - time.monotonic())))
 
     def _copy(self, home: Node, replica: _Replica, id: bytes, deadline: Deadline) -> pool.Pin:
         """Makes a replica of what that node has."""
