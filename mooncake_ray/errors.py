@@ -16,6 +16,13 @@
     │  ├─ PeerLostError (ConnectionError)     another node's engine is gone, unreachable, or talks nonsense
     │  ├─ PeerRefusedError (PermissionError)  one of the two ends does not know the other's secret
     │  └─ TransportUnavailableError           the transport that is asked for cannot be used between these nodes
+    ├─ WeightSyncError                        a version of the weights did not get where it should
+    │  ├─ PlanError (ValueError)              bytes no source has, that two write, or of names only one side knows; names the tensors
+    │  ├─ StaleVersionError                   a version, or a message of an update, that something newer has replaced
+    │  ├─ DeltaBaseError                      a delta is against a version that is not what the receiver has
+    │  ├─ ChecksumError                       weights that arrived are not the ones that were sent
+    │  ├─ SyncTimeoutError (TimeoutError)     not done before the deadline; says who was waited for
+    │  └─ SyncAbortedError                    an update ended before it was whole; what was served before is served on
     ├─ SchemaError (TypeError)                fields of a batch disagree
     └─ ConfigError (ValueError)               a setting is out of range, or two settings exclude each other
 
@@ -27,8 +34,10 @@ from __future__ import annotations
 __all__ = [
     "BrokerDiedError",
     "BrokerMismatchError",
+    "ChecksumError",
     "ConfigError",
     "CorruptBlockError",
+    "DeltaBaseError",
     "GetTimeoutError",
     "LeaseLostError",
     "MooncakeRayError",
@@ -37,12 +46,17 @@ __all__ = [
     "ObjectNotFoundError",
     "PeerLostError",
     "PeerRefusedError",
+    "PlanError",
     "RegistrationError",
     "SchemaError",
+    "StaleVersionError",
     "StoreError",
     "StoreFullError",
+    "SyncAbortedError",
+    "SyncTimeoutError",
     "TransportError",
     "TransportUnavailableError",
+    "WeightSyncError",
 ]
 
 
@@ -127,6 +141,35 @@ class PeerRefusedError(TransportError, PermissionError):
 
 class TransportUnavailableError(TransportError):
     """The transport that is asked for cannot be used here, or not between these two nodes. Says why, for either end."""
+
+
+class WeightSyncError(MooncakeRayError):
+    """Base of the errors of the weight plane."""
+
+
+class PlanError(WeightSyncError, ValueError):
+    """Source and target do not fit: bytes that nobody has, or that would be written twice, names that only one side knows, layouts that
+    disagree. Names the first few tensors, and says how many there are."""
+
+
+class StaleVersionError(WeightSyncError):
+    """A version that is not newer than the current one, or a message of an update that was superseded."""
+
+
+class DeltaBaseError(WeightSyncError):
+    """A delta starts from another version than the one the receiver holds, or that version's weights are not what they should be."""
+
+
+class ChecksumError(WeightSyncError):
+    """Weights arrived that are not the ones that were sent."""
+
+
+class SyncTimeoutError(WeightSyncError, TimeoutError):
+    """A step of an update was not done before its deadline. Says which, and by whom."""
+
+
+class SyncAbortedError(WeightSyncError):
+    """An update ended before every engine could have it. What they served before, they serve on."""
 
 
 class SchemaError(MooncakeRayError, TypeError):
