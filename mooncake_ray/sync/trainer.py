@@ -27,8 +27,8 @@ TRAINER = "trainer"
 
 
 class Trainer(Agent):
-    """Lives in the trainer rank's process for as long as that trains. Its weights are read while `publish` (or the group's `publish` or `sync`) is
-    under way, and at no other time."""
+    """Lives in the trainer rank's process for as long as that trains. Its weights are read while `publish` (or the group's `publish` or
+    `sync`) is under way, and at no other time."""
 
     def __init__(self, find: Callable[[], Any], shard: Shard, rank: int, world: int, *, timeout_s: float) -> None:
         super().__init__(find, this_member(TRAINER, TRAINER, rank, world))
@@ -43,8 +43,8 @@ class Trainer(Agent):
         return Join(self.member, self._placement, newest)
 
     def publish(self, version: int | None = None, *, timeout_s: float = 300.0) -> int:
-        """Publishes this rank's weights; every rank of the trainers calls it. Returns the version, when the copy of all ranks is made: training may
-        go on while engines still receive.
+        """Publishes this rank's weights; every rank of the trainers calls it. Returns the version, when the copy of all ranks is made:
+        training may go on while engines still receive.
 
         Raises:
             StaleVersionError: `version` is not newer than the last.
@@ -108,7 +108,7 @@ class Trainer(Agent):
     def _own(self, origin: Origin, mine: np.ndarray) -> Placement:
         """This rank's fragments that it owns, in the order of their regions."""
         p, at = self._placement, origin.publication.fragment[mine] - origin.spans[self.member.name][0]
-        if len(at) and not (0 <= at.min() and at.max() < len(p)):
+        if len(at) and not (at.min() >= 0 and at.max() < len(p)):
             raise SyncAbortedError(f"{self.member}: the plan was made for another placement")
         return Placement(
             p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], p.lo[at], p.hi[at], p.buffer[at], p.offset[at], p.strides[at]
