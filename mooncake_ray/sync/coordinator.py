@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from ray._private import state as ray_state
 from ray.experimental import internal_kv
 
 from mooncake_ray.errors import ChecksumError, StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
+from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
 from mooncake_ray.sync.messages import Command, Join, Manifest, Member, Published, Report
 from mooncake_ray.sync.plans import Plans, check
 from mooncake_ray.sync.report import EngineStatus, GroupStatus, SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
 from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.plan import Publication
 
 __all__ = ["Coordinator", "Settings"]
 
@@ -238,19 +240,17 @@ class Coordinator:
             for member in members:
                 self._mail.tell(member, epoch, "withdraw", version=version)
             raise _aborted(f"version {version} was not published", errors)
-        self._keep(version, publication, list(values.values()))
+        self._keep(version, publication, {m.name: v for m, v in values.items()})
         for member, published in values.items():
             self._roster.note(member, published=published)
 
-    def _keep(self, version: int, publication: Any, parts: Iterable[Published]) -> None:
-        """Makes the manifest of what all ranks have published."""
-        blobs: dict[int, Any] = {}
+    def _keep(self, version: int, publication: Publication, parts: Mapping[str, Published]) -> None:
+        """Makes the manifest of what each rank has published."""
+        blobs: dict[int, Blob] = {}
         digests = np.zeros(len(publication.tensor), np.uint64)
-        for part in parts:
+        for rank, part in parts.items():
             blobs.update(part.blobs)
-        by_rank = dict(enumerate(parts))
-        for rank, part in by_rank.items():
-            digests[publication.owner == rank] = part.digests
+            digests[publication.owner == publication.ranks.index(rank)] = part.digests
         self._manifests[version] = Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))), digests)
 
     def _recall(self) -> None:
@@ -258,12 +258,14 @@ class Coordinator:
         trainers = self._roster.trainers
         if trainers is None or not trainers.whole or self._manifests:
             return
-        parts = [trainers.joined[rank].published for rank in range(trainers.world)]
-        if any(p is None for p in parts) or len({(p.version, p.plan) for p in parts if p is not None}) != 1:
+        parts = {join.member.name: join.published for join in trainers.joined.values() if join.published is not None}
+        same = {(p.version, p.plan) for p in parts.values()}
+        if len(parts) != trainers.world or len(same) != 1:
             return
+        version, plan = same.pop()
         origin, _ = self._plans.origin(trainers.placement)
-        if origin.publication.digest == parts[0].plan:
-            self._keep(parts[0].version, origin.publication, parts)
+        if origin.publication.digest == plan:
+            self._keep(version, origin.publication, parts)
 
     async def _deliver(self, manifest: Manifest, engines: list[Unit], report: SyncReport, deadline: Deadline) -> None:
         """Stages a version at those engines, and commits it at all that are still there."""
@@ -284,8 +286,8 @@ class Coordinator:
         members = {m: e for e in engines for m in e.members}
         by_name = {m.name: m for m in members}
         followers = {
-            unit: [by_name[delivery.ranks[r]] for r in delivery.members_of(unit) if r != delivery.leader[unit]]
-            for unit in range(len(delivery.leader))
+            unit: [by_name[delivery.ranks[r]] for r in delivery.members(unit) if r != delivery.leader[unit]]
+            for unit in range(delivery.units)
         }
         self._progress = {"version": manifest.version, "bytes": 0, "total": int(delivery.unit_nbytes.sum()), "followers": followers}
         begin = time.monotonic()

@@ -139,7 +139,7 @@ class Engine(Agent):
     def _lead(self, staged: _Staged, origin: Origin, manifest: Manifest, unit: int, deadline: Deadline) -> None:
         """Gathers a unit, and tells the others that want it."""
         blob = self._gathered(staged, origin, manifest, unit, deadline)
-        if len(staged.route.delivery.members_of(unit)) > 1:
+        if len(staged.route.delivery.members(unit)) > 1:
             self.call("staged", self.member.id, staged.epoch, unit, blob)
 
     def _gathered(self, staged: _Staged, origin: Origin, manifest: Manifest, unit: int, deadline: Deadline) -> Blob:

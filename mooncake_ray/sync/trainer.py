@@ -106,13 +106,15 @@ class Trainer(Agent):
         return self._plan
 
     def _own(self, origin: Origin, mine: np.ndarray) -> Placement:
-        """This rank's fragments that it owns, in the order of their regions."""
-        p, at = self._placement, origin.publication.fragment[mine] - origin.spans[self.member.name][0]
-        if len(at) and not (at.min() >= 0 and at.max() < len(p)):
+        """The regions that this rank owns, in their order, where they lie in its buffers."""
+        p, plan = self._placement, origin.publication
+        at = plan.fragment[mine] - origin.spans[self.member.name][0]
+        if len(at) and not (0 <= at.min() and at.max() < len(p)):
             raise SyncAbortedError(f"{self.member}: the plan was made for another placement")
-        return Placement(
-            p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], p.lo[at], p.hi[at], p.buffer[at], p.offset[at], p.strides[at]
-        )
+        d = p.lo.shape[1]
+        lo, hi = plan.lo[mine][:, -d:], plan.hi[mine][:, -d:]
+        offset = p.offset[at] + ((lo - p.lo[at]) * p.strides[at]).sum(axis=1)
+        return Placement(p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], lo, hi, p.buffer[at], offset, p.strides[at])
 
 
 def pack(out: np.ndarray, sources: list[torch.Tensor], offsets: np.ndarray) -> None:

@@ -6,7 +6,6 @@ import uuid
 
 import pytest
 import ray
-import torch
 from weight_actors import EngineRank, TrainerRank
 
 from mooncake_ray.sync.group import WeightSyncGroup
