@@ -16,7 +16,7 @@ from mooncake_ray.errors import GetTimeoutError, ObjectLostError, ObjectNotFound
 from mooncake_ray.objects import nodes
 from mooncake_ray.store.packing import Region
 from mooncake_ray.transfer.deadline import Deadline
-from mooncake_ray.transfer.door import Door
+from mooncake_ray.transfer.door import Door, Part
 
 if TYPE_CHECKING:
     from mooncake_ray.objects.session import Session
@@ -68,9 +68,10 @@ class Elsewhere(Region):
     def read(self, runs: np.ndarray) -> np.ndarray:
         deadline = Deadline(self._session.config.pull_timeout_s)
         total = int(runs[:, 1].sum())
+        part = Part.packed(self._pool_id, self.id, runs)
 
         def take(door: Door, left: float) -> AbstractContextManager[bytes]:
-            return door.read(self._pool_id, self.id, runs, left)
+            return door.gathered([part], total, left)
 
         with timed("remote"):
             pin = self._through_the_door(take, lambda id: self.client.get(id, deadline.timeout_s, True), deadline)

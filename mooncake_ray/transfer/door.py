@@ -1,7 +1,7 @@
 """Where this node's processes ask its engine: an abstract unix socket, one connection a thread.
 
-A request is one message: operation, seconds, pool, object, and for parts their runs. The answer says that the object is in the local pool,
-under which id, and is pinned by the engine until the asker, who has pinned it by then, says so or hangs up.
+A request is one message: operation, seconds, pool, object; or in place of these two, the parts to gather. The answer says that the object is
+in the local pool, under which id, and is pinned by the engine until the asker, who has pinned it by then, says so or hangs up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
@@ -20,14 +21,52 @@ import numpy as np
 from mooncake_ray import errors
 from mooncake_ray.errors import GetTimeoutError, MooncakeRayError, StoreError
 
-__all__ = ["FAILED", "MOST", "OK", "PREFETCH", "PULL", "READ", "REPORT", "REQUEST", "Door", "door_name"]
+__all__ = ["FAILED", "GATHER", "MOST", "OK", "PREFETCH", "PULL", "REPORT", "REQUEST", "Door", "Part", "door_name", "parse_parts"]
 
-REQUEST = struct.Struct("<Bd16s16s")  # operation, seconds, pool, object; then runs: uint64 (n, 2)
-PULL, READ, PREFETCH, REPORT = 1, 2, 3, 4
+REQUEST = struct.Struct("<Bd16s16s")  # operation, seconds, pool, object
+PULL, GATHER, PREFETCH, REPORT = 1, 2, 3, 4
+_SIZE = struct.Struct("<Q")  # bytes of what is gathered; then each part
+_PART = struct.Struct("<16s16sQ")  # pool, object, runs; then these: uint64 (n, 3)
 OK, FAILED = b"\0", b"\1"
 _TAKEN = b"\2"
 _GRACE_S = 2.0  # beyond the deadline, in which the engine's own answer to it is waited for
 MOST = 1 << 30  # bytes of a message
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one object that are wanted."""
+
+    pool_id: bytes
+    id: bytes
+    runs: np.ndarray
+    """uint64 (n, 3): offset in the object, offset where it is gathered, nbytes."""
+
+    @classmethod
+    def packed(cls, pool_id: bytes, id: bytes, runs: np.ndarray) -> Part:
+        """Runs (uint64 (n, 2): offset, nbytes) that are gathered one after the other, from the beginning."""
+        placed = np.zeros((len(runs), 3), np.uint64)
+        placed[:, 0], placed[:, 2] = runs[:, 0], runs[:, 1]
+        np.cumsum(runs[:-1, 1], out=placed[1:, 1])
+        return cls(pool_id, id, placed)
+
+
+def parse_parts(message: bytes) -> tuple[int, list[Part]]:
+    """The bytes to gather, and the parts, of a request. Raises ValueError."""
+    at = REQUEST.size + _SIZE.size
+    if len(message) < at:
+        raise ValueError(f"a request to gather of {len(message)} bytes")
+    (nbytes,) = _SIZE.unpack_from(message, REQUEST.size)
+    parts = []
+    while at < len(message):
+        if len(message) < at + _PART.size:
+            raise ValueError("a request to gather ends within a part")
+        pool_id, id, n = _PART.unpack_from(message, at)
+        at += _PART.size
+        runs = np.frombuffer(message, np.uint64, 3 * n, at).reshape(n, 3)  # raises ValueError if they are not there
+        parts.append(Part(pool_id, id, runs))
+        at += runs.nbytes
+    return nbytes, parts
 
 
 def door_name(broker_name: str) -> str:
@@ -53,10 +92,13 @@ class Door:
             yield key
 
     @contextlib.contextmanager
-    def read(self, pool_id: bytes, id: bytes, runs: np.ndarray, timeout_s: float) -> Iterator[bytes]:
-        """As `pulled`, for parts: gives the id of an object that holds the runs (uint64 (n, 2): offset, nbytes), one after the other."""
-        table = np.ascontiguousarray(runs, np.uint64)
-        with self._asked(REQUEST.pack(READ, timeout_s, pool_id, id) + table.tobytes(), timeout_s) as key:
+    def gathered(self, parts: Sequence[Part], nbytes: int, timeout_s: float) -> Iterator[bytes]:
+        """As `pulled`, for parts of objects, of any pools: gives the id of a new object of `nbytes` bytes that holds them. It is gone after the
+        block, unless it is pinned or claimed by then."""
+        request = [REQUEST.pack(GATHER, timeout_s, b"", b""), _SIZE.pack(nbytes)]
+        for part in parts:
+            request += _PART.pack(part.pool_id, part.id, len(part.runs)), np.ascontiguousarray(part.runs, np.uint64).tobytes()
+        with self._asked(b"".join(request), timeout_s) as key:
             yield key
 
     def prefetch(self, pool_id: bytes, id: bytes, timeout_s: float) -> None:

@@ -10,17 +10,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from typing import Any
 
-import numpy as np
-
 from mooncake_ray._native import pool
 from mooncake_ray.errors import MooncakeRayError, TransportError
 from mooncake_ray.transfer.deadline import Deadline
-from mooncake_ray.transfer.door import FAILED, MOST, OK, PREFETCH, PULL, READ, REPORT, REQUEST
+from mooncake_ray.transfer.door import FAILED, GATHER, MOST, OK, PREFETCH, PULL, REPORT, REQUEST, Part, parse_parts
 
 __all__ = ["Doorkeeper"]
 
@@ -37,14 +35,14 @@ class Doorkeeper:
         self,
         name: str,
         pull: Callable[[bytes, bytes, float], pool.Pin],
-        read: Callable[[bytes, bytes, np.ndarray, float], pool.Pin],
+        gather: Callable[[Sequence[Part], int, float], pool.Pin],
         discard: Callable[[bytes], None],
         report: Callable[[], dict[str, Any]],
     ) -> None:
-        """`discard`: gets the ids of what was `read`, once the askers have it. `report`: for people, as JSON can hold it.
+        """`discard`: gets the ids of what was gathered, once the askers have it. `report`: for people, as JSON can hold it.
 
         Raises OSError (EADDRINUSE) if another engine serves that name."""
-        self._pull, self._read, self._discard, self._report = pull, read, discard, report
+        self._pull, self._gather, self._discard, self._report = pull, gather, discard, report
         self._listener = connection.Listener(name, "AF_UNIX", backlog=128)
         self._lock = threading.Lock()
         self._open: set[Any] = set()
@@ -88,8 +86,8 @@ class Doorkeeper:
                     if operation == PULL:
                         pin = self._pull(pool_id, id, timeout_s)
                     else:
-                        runs = np.frombuffer(request, np.uint64, offset=REQUEST.size).reshape(-1, 2)
-                        pin = self._read(pool_id, id, runs, timeout_s)
+                        nbytes, parts = parse_parts(request)
+                        pin = self._gather(parts, nbytes, timeout_s)
                 except (MooncakeRayError, ValueError, OSError) as e:
                     conn.send_bytes(FAILED + _written_error(e))
                     continue
@@ -97,7 +95,7 @@ class Doorkeeper:
                 try:
                     conn.recv_bytes(MOST)  # the asker has its own pin now, or gave up
                 finally:
-                    if operation == READ:
+                    if operation == GATHER:
                         self._discard(pin.id)
                     del pin
         except (EOFError, OSError):

@@ -68,7 +68,7 @@ class Engine:
             self.puller = Puller(client, self.server, self.peers, directory, self._has_arena)
             self.claims = Claims(client, self.peers)
             self.peers.on_gone, self.peers.on_back, self.peers.on_lost = self.puller.gone, self.puller.back, self._lost
-            self._door = Doorkeeper(door_name(broker), self.puller.pull, self.puller.read, lambda id: client.remove([id]), self.report)
+            self._door = Doorkeeper(door_name(broker), self.puller.pull, self.puller.gather, self._discard, self.report)
         except BaseException:
             self._close_transports()
             raise
@@ -129,6 +129,7 @@ class Engine:
             return
         self._closing = True
         self._door.close()
+        self.puller.close()
         self.claims.close()
         self.peers.close()
         self._close_transports()
@@ -145,6 +146,9 @@ class Engine:
         """A pool grows by whole arenas, rarely."""
         if index not in self._registered:
             self.register()
+
+    def _discard(self, id: bytes) -> None:
+        self.client.unclaim(pool.KIND_SELF, id)
 
     def _lost(self, endpoint: Endpoint) -> None:
         self.puller.lost(endpoint)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ from mooncake_ray.errors import (
 )
 from mooncake_ray.transfer.deadline import Deadline, Pauses
 from mooncake_ray.transfer.directory import Directory, Endpoint
+from mooncake_ray.transfer.door import Part
 from mooncake_ray.transfer.peers import Node, Peers, Pinned
 
 __all__ = ["Puller"]
@@ -35,6 +38,7 @@ _CHUNK = 16 << 20  # bytes read at a time of an object that others read from her
 _FIRST_CHUNK = 1 << 20
 _NAMED = 4096  # replicas named in one message
 _NAMING_S = 5.0
+_READERS = 32  # pools that are read from at the same time, over all gathers
 _NOTE = "from another node"
 T = TypeVar("T")
 
@@ -79,6 +83,7 @@ class Puller:
         self._lock = threading.Lock()
         self._flights: dict[bytes, _Flight] = {}
         self._replicas: dict[bytes, _Replica] = {}
+        self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "mooncake_ray.gather")
 
     # ---- whole objects
 
@@ -291,38 +296,73 @@ class Puller:
 
     # ---- parts of objects
 
-    def read(self, pool_id: bytes, id: bytes, runs: np.ndarray, timeout_s: float) -> pool.Pin:
-        """Has some bytes of an object in an object of their own, one run after the other, pinned. The caller removes it.
-
-        Args:
-            runs: uint64 (n, 2): offset in the object, nbytes.
+    def gather(self, parts: Sequence[Part], nbytes: int, timeout_s: float) -> pool.Pin:
+        """Has bytes of several objects, of this pool or others, in a new object of `nbytes` bytes, pinned; zeros where no run goes. The caller
+        ends the claim of kind `KIND_SELF` on it. Reads from different pools at the same time.
 
         Raises:
-            As `pull`; TransportError: a run reaches beyond the object (`errno` EINVAL).
+            As `pull`; TransportError: a run reaches beyond its object (`errno` EINVAL); ValueError: beyond the new one.
         """
         deadline = Deadline(timeout_s)
-        total = int(runs[:, 1].sum())
+        for part in parts:
+            if not _within(part.runs[:, 1], part.runs[:, 2], nbytes):
+                raise ValueError(f"a run of object {part.id.hex()} reaches beyond the {nbytes} bytes there are for it")
         own = self._client.new_id()
-        lease = self._lease(own, max(total, 1), deadline.left("room for a partial read"))
-        starts = np.zeros(len(runs), np.uint64)
-        np.cumsum(runs[:-1, 1], out=starts[1:])
-
-        def fetch(node: Node) -> None:
-            with node.pinned(id, deadline) as there:
-                if len(runs) and int((runs[:, 0] + runs[:, 1]).max()) > there.nbytes:
-                    raise TransportError(f"a run reaches beyond object {id.hex()}, which has {there.nbytes} bytes", "read", errno.EINVAL)
-                if there.inline is not None:
-                    out, source = memoryview(lease), memoryview(there.inline)
-                    for to, (offset, nbytes) in zip(starts.tolist(), runs.tolist(), strict=True):
-                        out[to : to + nbytes] = source[offset : offset + nbytes]
-                    out.release()
-                    return
-                ranges = np.empty((len(runs), 4), np.uint64)
-                ranges[:, 0], ranges[:, 3] = there.region, runs[:, 1]
-                ranges[:, 1] = runs[:, 0] + np.uint64(there.offset)
-                ranges[:, 2] = starts + np.uint64(lease.address)
-                node.read(ranges, deadline)
-
-        self._at_home(pool_id, f"bytes of object {id.hex()} of pool {pool_id.hex()[:8]}", deadline, fetch)
+        lease = self._lease(own, max(nbytes, 1), deadline.left("room for parts of objects"))
+        if sum(int(part.runs[:, 2].sum()) for part in parts) < nbytes:
+            np.frombuffer(lease, np.uint8)[:] = 0
+        pools: dict[bytes, list[Part]] = {}
+        for part in parts:
+            pools.setdefault(part.pool_id, []).append(part)
+        first, *others = pools.values() or [[]]
+        reads = [self._readers.submit(self._fetch_all, of, lease.address, deadline) for of in others]
+        try:
+            self._fetch_all(first, lease.address, deadline)
+        finally:
+            concurrent.futures.wait(reads)  # nobody may write there once the lease is given back
+        for read in reads:
+            read.result()
         lease.seal(pool.KIND_SELF, own)
-        return self._client.get(own, deadline.left("a partial read"))
+        return self._client.get(own, deadline.left("parts of objects"))
+
+    def _fetch_all(self, parts: Sequence[Part], to: int, deadline: Deadline) -> None:
+        for part in parts:
+            if part.pool_id == self._client.pool_id:
+                pin = self._client.get(part.id, deadline.left(f"object {part.id.hex()}"))
+                _check_run_inside(part, pin.nbytes)
+                pool.copy(_moves(part, pin.address, to))
+            else:
+                what = f"bytes of object {part.id.hex()} of pool {part.pool_id.hex()[:8]}"
+                self._at_home(part.pool_id, what, deadline, functools.partial(self._fetch, part, to, deadline))
+
+    def _fetch(self, part: Part, to: int, deadline: Deadline, node: Node) -> None:
+        """Reads a part into registered memory at address `to`."""
+        with node.pinned(part.id, deadline) as there:
+            _check_run_inside(part, there.nbytes)
+            if there.inline is not None:
+                source = np.frombuffer(there.inline, np.uint8)
+                pool.copy(_moves(part, source.ctypes.data, to))
+                return
+            ranges = np.empty((len(part.runs), 4), np.uint64)
+            ranges[:, 0], ranges[:, 3] = there.region, part.runs[:, 2]
+            ranges[:, 1] = part.runs[:, 0] + np.uint64(there.offset)
+            ranges[:, 2] = part.runs[:, 1] + np.uint64(to)
+            node.read(ranges, deadline)
+
+    def close(self) -> None:
+        """Once nobody gathers any more."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+
+def _within(starts: np.ndarray, lengths: np.ndarray, nbytes: int) -> bool:
+    return bool((lengths <= nbytes).all() and (starts <= np.uint64(nbytes) - lengths).all())
+
+
+def _moves(part: Part, source: int, to: int) -> np.ndarray:
+    """As `pool.copy` takes them, from an object that is at address `source`."""
+    return np.stack((part.runs[:, 1] + np.uint64(to), part.runs[:, 0] + np.uint64(source), part.runs[:, 2]), axis=1)
+
+
+def _check_run_inside(part: Part, nbytes: int) -> None:
+    if not _within(part.runs[:, 0], part.runs[:, 2], nbytes):
+        raise TransportError(f"a run reaches beyond object {part.id.hex()}, which has {nbytes} bytes", "read", errno.EINVAL)

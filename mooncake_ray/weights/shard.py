@@ -16,8 +16,8 @@ __all__ = ["Shard", "views"]
 
 @runtime_checkable
 class Shard(Protocol):
-    """One rank's part of a model: a source of weights, or a target for them, or both. Not thread-safe: whoever reads or writes through it sees to
-    it that nobody else writes meanwhile."""
+    """One rank's part of a model: a source of weights, or a target for them, or both. Not thread-safe: whoever reads or writes through it
+    sees to it that nobody else writes meanwhile."""
 
     def fragments(self) -> Iterable[Fragment]:
         """What there is, in place: nothing is gathered, converted or copied. The same for as long as the layout is."""

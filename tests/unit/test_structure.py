@@ -20,7 +20,10 @@ LEVELS = {
     "transport": 1,
     "transfer": 1,
     "data": 2,
+    "weights": 2,
+    "engines": 3,
     "objects": 4,
+    "sync": 4,
     "cli": 4,
     "integrations": 4,
     "testing": 4,
@@ -29,9 +32,15 @@ MAY_IMPORT = {  # third parties, at module level, by level
     0: set(),
     1: {"numpy"},
     2: {"numpy", "torch"},
+    3: {"numpy", "torch"},
     4: {"numpy", "ray"},
 }
-MAY_ONLY_IMPORT = {"cli": set(), "integrations": {"numpy", "ray", "torch"}, "testing": {"pytest"}}  # whatever their level
+MAY_ONLY_IMPORT = {
+    "cli": set(),
+    "integrations": {"numpy", "ray", "torch"},
+    "sync": {"numpy", "ray", "torch"},
+    "testing": {"pytest"},
+}  # whatever their level
 STANDARD = set(__import__("sys").stdlib_module_names)
 
 

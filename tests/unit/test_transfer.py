@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 from engine_sites import DEADLINE_S, SECRET, several
 
+from mooncake_ray._native import pool
 from mooncake_ray.counters import snapshot
 from mooncake_ray.errors import (
     GetTimeoutError,
     ObjectLostError,
     ObjectNotFoundError,
     PeerRefusedError,
+    StoreError,
     TransportError,
     TransportUnavailableError,
 )
 from mooncake_ray.store import node
+from mooncake_ray.transfer.door import Part
 from mooncake_ray.transfer.engine import Engine
 
 CAPACITY = 32 << 20
@@ -66,7 +69,7 @@ def test_parts_of_an_object(sites):
     data = data_of(1 << 20)
     id = a.put(data)
     runs = np.array([[0, 10], [5000, 0], [4096, 4096], [(1 << 20) - 1, 1], [7, 3]], np.uint64)
-    with b.door.read(a.pool_id, id, runs, DEADLINE_S) as here:
+    with b.door.gathered([Part.packed(a.pool_id, id, runs)], int(runs[:, 1].sum()), DEADLINE_S) as here:
         got = bytes(memoryview(b.store.client.get(here)))
     assert got == b"".join(data[o : o + n] for o, n in runs.tolist())
     sent = a.engine.server.stats()["bytes_sent"]
@@ -121,7 +124,7 @@ def test_thousands_of_runs(sites):
     id = a.put(data)
     starts = np.random.default_rng(1).permutation(20000) * 200
     runs = np.stack((starts, np.full(20000, 150)), axis=1).astype(np.uint64)
-    with b.door.read(a.pool_id, id, runs, DEADLINE_S) as here:
+    with b.door.gathered([Part.packed(a.pool_id, id, runs)], int(runs[:, 1].sum()), DEADLINE_S) as here:
         got = bytes(memoryview(b.store.client.get(here)))
     assert digest(got) == digest(b"".join(data[s : s + 150] for s in starts.tolist()))
 
@@ -129,8 +132,47 @@ def test_thousands_of_runs(sites):
 def test_a_run_beyond_the_object(sites):
     a, b = sites(), sites()
     id = a.put(data_of(1000))
-    with pytest.raises(TransportError, match="which has 1000 bytes"), b.door.read(a.pool_id, id, np.array([[990, 11]], np.uint64), 5.0):
+    beyond = Part.packed(a.pool_id, id, np.array([[990, 11]], np.uint64))
+    with pytest.raises(TransportError, match="which has 1000 bytes"), b.door.gathered([beyond], 11, 5.0):
         pass
+    with pytest.raises(StoreError, match="reaches beyond the 10 bytes"), b.door.gathered([beyond], 10, 5.0):
+        pass
+
+
+def test_parts_of_objects_of_several_pools(sites):
+    """What is gathered is whole, whichever pools it came from, and stays as long as somebody wants it."""
+    here, *others = (sites() for _ in range(3))
+    objects = [(site, site.put(data_of(300_000, n)), data_of(300_000, n)) for n, site in enumerate([here, *others, here, others[0]])]
+    small = others[1].put(b"small")  # travels in the answer itself
+    rng = np.random.default_rng(3)
+    want = bytearray(1_000_000)
+    parts = [Part(others[1].pool_id, small, np.array([[1, 999_990, 4]], np.uint64))]
+    want[999_990:999_994] = b"mall"
+    starts = rng.permutation(900)[:500] * 1000
+    for n, (site, id, data) in enumerate(objects):
+        to = starts[n::5]
+        from_ = rng.integers(0, 290_000, len(to))
+        nbytes = rng.integers(0, 1000, len(to))
+        parts.append(Part(site.pool_id, id, np.stack((from_, to, nbytes), axis=1).astype(np.uint64)))
+        for f, t, k in zip(from_.tolist(), to.tolist(), nbytes.tolist(), strict=True):
+            want[t : t + k] = data[f : f + k]
+    with here.door.gathered(parts, len(want), DEADLINE_S) as id:
+        pin = here.store.client.get(id)
+    assert digest(bytes(pin)) == digest(bytes(want))
+    del pin
+    here.scope.eventually(lambda: here.store.stats()["objects"] == 2)
+    here.scope.eventually(lambda: here.engine.server.stats()["pins"] == 0)
+
+
+def test_what_is_gathered_can_be_claimed(sites):
+    a, b = sites(), sites()
+    id = a.put(data_of(1000))
+    with b.door.gathered([Part.packed(a.pool_id, id, np.array([[0, 1000]], np.uint64))], 1000, DEADLINE_S) as own:
+        b.store.client.claim([own], pool.KIND_SELF, b"k" * 16)
+    b.scope.eventually(lambda: a.engine.server.stats()["pins"] == 0)
+    assert bytes(b.store.client.get(own)) == data_of(1000)
+    b.store.client.unclaim(pool.KIND_SELF, b"k" * 16)
+    b.scope.eventually(lambda: b.store.stats()["objects"] == 0)
 
 
 def test_many_want_the_same(sites):
