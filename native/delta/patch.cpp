@@ -149,7 +149,8 @@ std::vector<Outcome> apply(const std::vector<Part>& parts, const std::vector<con
     thread_local Decoder decoder;
     const Segment& s = parts[i].segment;
     const Box& box = *boxes[i];
-    if (s.begin + s.elements > uint64_t(box.elements())) return;
+    const uint64_t there = uint64_t(box.elements());
+    if (s.elements > there || s.begin > there - s.elements) return;
     if (!decoder.decode(parts[i].coded, s.nbytes, s.elements, s.changed, box.log)) return;
     out[i].change = apply_to(decoder, s, box, mode);
     out[i].good = true;

@@ -31,7 +31,8 @@ class Encoder {
   Change recount(const std::byte* old, const std::byte* now, uint64_t n, const Box& index, uint64_t first);
   template <class T>
   void dense(const std::byte* old, const std::byte* now, uint64_t n, Bytes& out);
-  Bytes gaps_, values_, bits_;
+  Bytes gaps_, values_;  // as long as each other
+  Bytes bits_, plane_;
 };
 
 // Steps as they are applied: of some elements, or of all of them.
