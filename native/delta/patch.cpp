@@ -32,9 +32,10 @@ template <class T, Mode kMode>
 Change apply_to(const Decoder& decoder, const Segment& segment, const Box& box) {
   Change change;
   Walk walk(box);
-  decoder.each([&](uint64_t position, uint64_t step) {
-    position += segment.begin;
+  decoder.each([&](uint64_t position, uint64_t step, uint64_t later) {
+    position += segment.begin, later += segment.begin;
     if (position >= walk.end || position < walk.begin) walk.seek(position);
+    if (walk.here(later)) __builtin_prefetch(walk.address_of(later), kMode != Mode::kCheck);  // changes are too far apart for the processor to see
     if (!walk.here(position)) return;
     std::byte* at = walk.address_of(position);
     const uint64_t index = walk.index_of(position);

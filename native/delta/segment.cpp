@@ -243,7 +243,7 @@ bool Decoder::decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t chan
     raw_.assign(at, at + nbytes);
   }
   uint64_t there = 0;
-  each([&](uint64_t, uint64_t) { ++there; });
+  each([&](uint64_t, uint64_t, uint64_t) { ++there; });
   return there == changed;
 }
 

@@ -180,7 +180,7 @@ TEST(segments_come_back) {
     Bytes coded = exactly(out.size()), back = old;
     std::copy(out.begin(), out.end(), coded.begin());
     CHECK(decoder.decode(coded.data(), coded.size(), n, count, log));
-    decoder.each([&](uint64_t position, uint64_t step) { set_element(back, position, log, element(back, position, log) + step); });
+    decoder.each([&](uint64_t position, uint64_t step, uint64_t) { set_element(back, position, log, element(back, position, log) + step); });
     CHECK(back == now);
     CHECK(!decoder.decode(coded.data(), coded.size() - 1, n, count, log));
   }
@@ -220,7 +220,7 @@ TEST(nonsense_is_refused) {
     if (!decoder.decode(coded.data(), coded.size(), n, count, int(log))) continue;
     ++decoded;
     uint64_t there = 0, next = 0;
-    decoder.each([&](uint64_t position, uint64_t step) {
+    decoder.each([&](uint64_t position, uint64_t step, uint64_t) {
       CHECK(position >= next && position < n && step != 0);
       if (log < 3) CHECK(step >> (8 << log) == 0);
       next = position + 1;
