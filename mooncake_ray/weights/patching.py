@@ -73,7 +73,7 @@ def check(patch: Patch, regions: Regions, parts: Sequence[Part]) -> list[Change]
 
 
 def revert(patch: Patch, regions: Regions, parts: Sequence[Part]) -> list[Change]:
-    """Brings boxes from a patch's version back to its base. As `apply`."""
+    """Brings boxes from a patch's version back to its base. As `apply`; but not if segments are coded against what was there."""
     return _run(patch, regions, parts, _REVERT, _APPLY)
 
 
@@ -82,9 +82,22 @@ def _run(patch: Patch, regions: Regions, parts: Sequence[Part], mode: int, undo:
     boxes = _Boxes(patch, regions, parts)
     patch.verify(np.unique(boxes.segment))
     rows = patch.segments[boxes.segment]
+    classed = rows["form"] == patch_index.CLASSED
+    if np.any(classed):
+        if mode == _REVERT:
+            raise DeltaBaseError(f"the patch to version {patch.version} is coded against what was there, and cannot be taken back")
+        if np.any(partial := classed & ~boxes.whole):
+            raise PlanError(
+                f"region {int(rows[partial][0]['region'])}: {int(partial.sum())} segments are coded against what was there, and its part does "
+                f"not hold all of the one at element {int(rows[partial][0]['begin'])}"
+            )
+        if mode == _APPLY:  # what could not be taken back is tried first
+            _run(patch, regions, parts, _CHECK, None)
     good, changed, digest = boxes.run(mode)
     expected = rows["digest"] if mode != _REVERT else np.uint64(0) - rows["digest"]
-    wrong = boxes.whole & good & (digest != expected)
+    # Where the old elements are needed to decode, other ones look like damage; but checksums are right.
+    wrong = boxes.whole & (classed | good) & (~good | (digest != expected))
+    good |= classed
     if not np.all(good) or np.any(wrong):
         if undo is not None:
             boxes.run(undo)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mooncake_ray.errors import ChecksumError, DeltaBaseError, MooncakeRayError, PlanError
 from mooncake_ray.weights.digest import content_digest
-from mooncake_ray.weights.patch import HEAD_BYTES, Part, Patch, Regions, apply, check, encode, merge, revert
+from mooncake_ray.weights.patch import HEAD_BYTES, Classing, Part, Patch, Regions, apply, check, encode, merge, revert
 
 DENSITIES = (0.0, 0.001, 0.02, 0.2, 0.5, 1.0)
 
@@ -291,7 +291,7 @@ def test_nonsense_with_the_right_checksums_raises(data):
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(HEAD_BYTES, len(raw) - 1))
         raw[at] = data.draw(st.integers(0, 255))
-    segments = raw[patch.index_bytes - 48 * len(patch.segments) : patch.index_bytes].view(patch.segments.dtype)
+    segments = raw[patch.index_bytes - 56 * len(patch.segments) : patch.index_bytes].view(patch.segments.dtype)
     for row in segments:
         begin = patch.index_bytes + int(row["offset"])
         if begin + int(row["nbytes"]) <= len(raw):
@@ -309,6 +309,85 @@ def test_nonsense_with_the_right_checksums_raises(data):
         assert sum(c.changed for c in changes) == broken.changed
     with contextlib.suppress(MooncakeRayError):
         merge([Patch.parse(raw)], made.regions)
+
+
+def trained(shapes, seed=1) -> tuple[Object, np.ndarray, np.ndarray, np.ndarray]:
+    """bfloat16 weights of some tensors, and after one and two steps of about the same length for all of them."""
+    made = an_object(np.random.default_rng(seed), shapes, [2] * len(shapes))
+    masters = made.rng.standard_normal(made.size // 2).astype(np.float32) * np.float32(0.02)
+    versions = []
+    for _ in range(3):
+        versions.append(torch.from_numpy(masters).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint8).copy())
+        masters += made.rng.standard_normal(len(masters)).astype(np.float32) * np.float32(5e-7)
+    return made, *versions
+
+
+@pytest.mark.parametrize(("apart", "saved"), [(False, 0.02), (True, 0.2)])
+def test_coded_against_what_was_there(apart, saved):
+    made, old, new, newer = trained([(900, 700), (64,), (2500, 1024)])
+    m = len(made.regions)
+    classing = Classing(np.full(m, 7, np.int32), apart)
+    plain = encode(old, new, made.regions, base_version=0, version=1)
+    patch = encode(old, new, made.regions, base_version=0, version=1, classing=classing)
+    assert patch.classed and not plain.classed
+    assert patch.nbytes < (1 - saved) * plain.nbytes
+    for change in ("before", "after", "changed"):
+        assert patch.table[change].tolist() == plain.table[change].tolist()
+    held = old.copy()
+    apply(Patch.parse(patch.data.tobytes()), made.regions, whole_parts(made, held), version=0)
+    for r in range(m):
+        np.testing.assert_array_equal(made.values(held, r), made.values(new, r))
+    turned = [Part(r, np.asfortranarray(made.values(old, r)), made.regions.lo[r].tolist()) for r in range(m)]
+    apply(patch, made.regions, turned)
+    for r, part in enumerate(turned):
+        np.testing.assert_array_equal(part.view, made.values(new, r))
+
+    with pytest.raises(DeltaBaseError, match="cannot be taken back"):
+        revert(patch, made.regions, whole_parts(made, held))
+    columns = [Part(0, made.values(old, 0)[:, :350].copy(), made.regions.lo[0].tolist())]
+    with pytest.raises(PlanError, match="coded against what was there, and its part does not hold all of the one at element 0"):
+        apply(patch, made.regions, columns)
+    apply(plain, made.regions, columns)
+
+    rng = np.random.default_rng(0)
+    for _ in range(20):  # whatever is wrong with the base, nothing is changed
+        wrong = old.copy()
+        values = made.values(wrong, 2)
+        for _ in range(rng.integers(1, 20)):
+            values[rng.integers(900), rng.integers(700)] ^= 1 << rng.integers(16)
+        if np.array_equal(
+            values[made.values(old, 2) != made.values(new, 2)], made.values(old, 2)[made.values(old, 2) != made.values(new, 2)]
+        ):
+            continue  # what changed is right
+        was = wrong.tobytes()
+        with pytest.raises(DeltaBaseError, match="region 2 does not hold version 0"):
+            apply(patch, made.regions, whole_parts(made, wrong))
+        assert wrong.tobytes() == was
+
+    following = encode(new, newer, made.regions, base_version=1, version=2, classing=classing)
+    with pytest.raises(DeltaBaseError, match="cannot be merged without their base"):
+        merge([patch, following], made.regions)
+    direct = encode(old, newer, made.regions, base_version=0, version=2)
+    assert merge([patch, following], made.regions, base=old).data.tobytes() == direct.data.tobytes()
+    direct = encode(old, newer, made.regions, base_version=0, version=2, classing=classing)
+    for chain in ([patch, following], [plain, following]):
+        assert merge(chain, made.regions, base=old, classing=classing).data.tobytes() == direct.data.tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_change_coded_against_what_was_there(data):
+    made = data.draw(objects())
+    old = made.random()
+    new = made.changed(old, data.draw(st.sampled_from(DENSITIES)), data.draw(st.booleans()))
+    classing = Classing(made.rng.integers(-1, 30, len(made.regions)).astype(np.int32), data.draw(st.booleans()))
+    patch = encode(old, new, made.regions, base_version=0, version=1, classing=classing)
+    assert patch.nbytes <= encode(old, new, made.regions, base_version=0, version=1).nbytes
+    held = old.copy()
+    changes = apply(patch, made.regions, whole_parts(made, held))
+    assert sum(c.changed for c in changes) == patch.changed
+    for r in range(len(made.regions)):
+        np.testing.assert_array_equal(made.values(held, r), made.values(new, r))
 
 
 def test_only_the_segments_that_are_needed():
