@@ -17,7 +17,7 @@ from mooncake_ray.errors import MooncakeRayError, SyncAbortedError, SyncTimeoutE
 from mooncake_ray.sync.messages import Command, Join, Member, Report
 from mooncake_ray.transfer.deadline import Deadline, Pauses
 
-__all__ = ["MEMBER_CALL_S", "Agent", "Aborted", "this_member"]
+__all__ = ["MEMBER_CALL_S", "Aborted", "Agent", "this_member"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -35,7 +35,8 @@ def this_member(role: Any, unit: str, rank: int, world: int) -> Member:
 
 
 class Agent:
-    """Thread-safe. Subclasses say what they can do: a method `do_X` for each command X, in one thread; and `hear` what they are told meanwhile."""
+    """Thread-safe. Subclasses say what they can do: a method `do_X` for each command X, in one thread, and `hear` for what they are told
+    meanwhile."""
 
     def __init__(self, find: Callable[[], Any], member: Member) -> None:
         """`find`: the coordinator's handle, as it is now."""

@@ -13,9 +13,11 @@ import torch
 from mooncake_ray.errors import PlanError, SyncAbortedError
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync.collective import Host, Meeting, Ring, broadcast, broadcast_order
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Published
 from mooncake_ray.sync.plans import Origin, load
+from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, views
 
@@ -27,8 +29,8 @@ TRAINER = "trainer"
 
 
 class Trainer(Agent):
-    """Lives in the trainer rank's process for as long as that trains. Its weights are read while `publish` (or the group's `publish` or `sync`) is
-    under way, and at no other time."""
+    """Lives in the trainer rank's process for as long as that trains. Its weights are read while `publish` (or the group's `publish` or
+    `sync`) is under way, and at no other time."""
 
     def __init__(self, find: Callable[[], Any], shard: Shard, rank: int, world: int, *, timeout_s: float) -> None:
         super().__init__(find, this_member(TRAINER, TRAINER, rank, world))
@@ -36,6 +38,7 @@ class Trainer(Agent):
         self._placement = Placement.of(self.member.name, shard.fragments())
         self._plan: tuple[Origin, np.ndarray] | None = None
         self._kept: dict[int, Published] = {}
+        self._host: Host | None = None
         self.start(timeout_s)
 
     def describe(self) -> Join:
@@ -43,8 +46,8 @@ class Trainer(Agent):
         return Join(self.member, self._placement, newest)
 
     def publish(self, version: int | None = None, *, timeout_s: float = 300.0) -> int:
-        """Publishes this rank's weights; every rank of the trainers calls it. Returns the version, when the copy of all ranks is made: training may
-        go on while engines still receive.
+        """Publishes this rank's weights; every rank of the trainers calls it. Returns the version, when the copy of all ranks is made:
+        training may go on while engines still receive.
 
         Raises:
             StaleVersionError: `version` is not newer than the last.
@@ -85,6 +88,26 @@ class Trainer(Agent):
         self._kept[version] = published
         return published
 
+    def do_meet(self, command: Command) -> Meeting:
+        """Opens the place where the ranks of a broadcast find each other, until the next."""
+        self._host = Host(self.member.host, f"{self.member.id}/{command.epoch}", command.timeout_s)
+        return self._host.meeting
+
+    def do_broadcast(self, command: Command) -> None:
+        """Sends what it has published to all ranks of the engines."""
+        if self._plan is None or (kept := self._kept.get(command.arguments["version"])) is None or not kept.blobs:
+            return
+        publication, deadline = self._plan[0].publication, Deadline(command.timeout_s)
+        me = publication.ranks.index(self.member.name)
+        device = next((t.device for t in self._shard.buffers().values()), torch.device("cpu"))
+        ring = Ring(command.arguments["meeting"], me, 0, 1 + command.arguments["receivers"], self.member.host, device, deadline)
+        try:
+            mine = [n for n in broadcast_order(publication) if n in kept.blobs]
+            objects = [blobs.view(kept.blobs[n]) for n in mine]
+            broadcast(ring, objects, device, deadline, lambda: self.check(command.epoch))
+        finally:
+            ring.close()
+
     def hear(self, command: Command) -> None:
         if command.what == "forget":
             for version in [v for v in self._kept if v < command.arguments["before"]]:
@@ -106,13 +129,15 @@ class Trainer(Agent):
         return self._plan
 
     def _own(self, origin: Origin, mine: np.ndarray) -> Placement:
-        """This rank's fragments that it owns, in the order of their regions."""
-        p, at = self._placement, origin.publication.fragment[mine] - origin.spans[self.member.name][0]
-        if len(at) and not (0 <= at.min() and at.max() < len(p)):
+        """The regions that this rank owns, in their order, where they lie in its buffers."""
+        p, plan = self._placement, origin.publication
+        at = plan.fragment[mine] - origin.spans[self.member.name][0]
+        if len(at) and not (at.min() >= 0 and at.max() < len(p)):
             raise SyncAbortedError(f"{self.member}: the plan was made for another placement")
-        return Placement(
-            p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], p.lo[at], p.hi[at], p.buffer[at], p.offset[at], p.strides[at]
-        )
+        d = p.lo.shape[1]
+        lo, hi = plan.lo[mine][:, -d:], plan.hi[mine][:, -d:]
+        offset = p.offset[at] + ((lo - p.lo[at]) * p.strides[at]).sum(axis=1)
+        return Placement(p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], lo, hi, p.buffer[at], offset, p.strides[at])
 
 
 def pack(out: np.ndarray, sources: list[torch.Tensor], offsets: np.ndarray) -> None:
