@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class MegatronSource:
             PlanError: a tensor has no counterpart in the Hugging Face model, or not the shape that it should have on this rank.
         """
         self.chunks = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
-        self.spec = hf if isinstance(hf, ModelSpec) else ModelSpec.of(hf)
+        self.spec = _as_built(self.chunks, hf if isinstance(hf, ModelSpec) else ModelSpec.of(hf))
         self.ranks = Ranks.current() if ranks is None else ranks
         self.aliases = self.spec.aliases
         self._held = Held()
@@ -59,7 +60,6 @@ class MegatronSource:
             raise PlanError(f"layers of {len(layers)} chunks are given, but there are {len(self.chunks)}")
         unknown = []
         for i, chunk in enumerate(self.chunks):
-            self._check(chunk)
             numbers = _numbers(chunk) if layers is None else dict(enumerate(layers[i]))
             for buffer, name, tensor in _tensors(i, chunk):
                 if is_dtensor(tensor):
@@ -83,11 +83,26 @@ class MegatronSource:
         """
         return self._held.checked({buffer: tensor for i, chunk in enumerate(self.chunks) for buffer, _, tensor in _tensors(i, chunk)})
 
-    def _check(self, chunk: torch.nn.Module) -> None:
-        """What makes the values others than Hugging Face's, not only elsewhere."""
-        config = next((m.config for m in chunk.modules() if hasattr(m, "config")), None)
-        if getattr(config, "layernorm_zero_centered_gamma", False) != self.spec.family.centred_norms and config is not None:
-            raise PlanError("norms are stored less one on one side only (layernorm_zero_centered_gamma): they would have to be converted")
+
+def _as_built(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> ModelSpec:
+    """The spec, as far as the trainer may decide otherwise: every rank's config says so alike.
+
+    Raises:
+        PlanError: values are others than Hugging Face's, not only elsewhere.
+    """
+    inner = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "config")]
+    if not inner:
+        return spec
+    config = inner[0].config
+    if getattr(config, "layernorm_zero_centered_gamma", False) != spec.family.centred_norms:
+        raise PlanError("norms are stored less one on one side only (layernorm_zero_centered_gamma): they would have to be converted")
+    tied = [m.share_embeddings_and_output_weights for m in inner if hasattr(m, "share_embeddings_and_output_weights")]
+    return replace(
+        spec,
+        predict=getattr(config, "mtp_num_layers", None) or 0,
+        tied=tied[0] if tied else spec.tied,
+        output_gate=getattr(config, "attention_output_gate", spec.output_gate),
+    )
 
 
 def _tensors(i: int, chunk: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
