@@ -1,0 +1,307 @@
+"""`Publication`: the snapshot of a source that a version is: each distinct region once, by one rank, at a place in one of its objects.
+
+A function of the source's placement (and of the topology, and of who will want it, if those are told), with no address and no version in it.
+Every rank computes it for itself; the digest tells that they agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mooncake_ray.errors import PlanError
+from mooncake_ray.weights.balance import fill, rounds
+from mooncake_ray.weights.boxes import Ragged, busiest, distinct, meetings, same_members
+from mooncake_ray.weights.meta import ParamMeta
+from mooncake_ray.weights.placement import Placement
+from mooncake_ray.weights.topology import Topology
+
+__all__ = ["ALIGNMENT", "BUCKET_BYTES", "Publication", "publish_plan"]
+
+ALIGNMENT = 64
+"""Bytes; what regions and boxes in objects begin at a multiple of."""
+BUCKET_BYTES = 64 << 20
+_SLACK = 0.005  # of a rank's mean share that a cut may be moved by to fall between two regions
+_LEAST_PIECE = 4096  # bytes; a region is not split for less
+
+
+@dataclass(frozen=True, eq=False)
+class Publication:
+    """`m` regions, which are disjoint and together are all that the source holds; sorted by object, and by offset in it. Immutable."""
+
+    metas: tuple[ParamMeta, ...]
+    ranks: tuple[str, ...]
+    """Of the source, sorted."""
+    bucket_bytes: int
+    tensor: np.ndarray
+    """int32 (m)."""
+    lo: np.ndarray
+    """int64 (m, d)."""
+    hi: np.ndarray
+    """int64 (m, d)."""
+    fragment: np.ndarray
+    """int64 (m): which fragment of the source placement the owner copies it from. The region is that fragment's box or, where a box was split
+    between owners, a part of it. Not in the digest, as it depends on the order in which the placement was joined."""
+    owner: np.ndarray
+    """int32 (m): index in `ranks`."""
+    bucket: np.ndarray
+    """int32 (m)."""
+    buckets: int
+    offset: np.ndarray
+    """int64 (m): bytes, in the object of (owner, bucket), where the region lies packed in C order; a multiple of 64."""
+    nbytes: np.ndarray
+    """int64 (m)."""
+    objects: np.ndarray
+    """int32 (k, 2): (owner, bucket) of the objects there are, sorted."""
+    object_nbytes: np.ndarray
+    """int64 (k)."""
+    object_of: np.ndarray
+    """int32 (m)."""
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def regions_of(self, obj: int) -> np.ndarray:
+        """int64: the regions of an object, by rising offset."""
+        return np.arange(*np.searchsorted(self.object_of, [obj, obj + 1]))
+
+    @cached_property
+    def load(self) -> np.ndarray:
+        """int64 (ranks): bytes that each rank publishes."""
+        return np.bincount(self.owner, self.nbytes, minlength=len(self.ranks)).astype(np.int64)
+
+    @cached_property
+    def itemsize(self) -> np.ndarray:
+        """int64 (metas)."""
+        return np.array([m.itemsize for m in self.metas], np.int64)
+
+    @cached_property
+    def busiest(self) -> np.ndarray:
+        """int64 (metas): the dimension each tensor is cut most in."""
+        return busiest(self.tensor, self.lo, len(self.metas))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hex: the same in every process that planned from the same placement, in whatever order it joined the ranks."""
+        out = hashlib.sha256(repr(([(m.name, m.dtype, m.shape) for m in self.metas], self.ranks, self.bucket_bytes)).encode())
+        for array in (self.tensor, self.lo, self.hi, self.owner, self.bucket, self.offset, self.objects):
+            out.update(np.ascontiguousarray(array).data)
+        return out.hexdigest()
+
+
+def publish_plan(
+    source: Placement, *, topology: Topology | None = None, target: Placement | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> Publication:
+    """Which rank publishes what, and where in which object.
+
+    Boxes that several ranks hold alike are replicas; one of these ranks is the owner, so that all network devices get about the same to send
+    (in bytes times distance to who wants them, if `target` is given). A region is split where whole ones would be more than half a percent off.
+
+    Args:
+        source: of all ranks together.
+        topology: where ranks of source and target are; by default each rank is a host of its own.
+        target: who will want it; a hint for the balance, not part of what is published.
+        bucket_bytes: about what an object may have at most. One of a single larger region is larger.
+
+    Raises:
+        PlanError: two boxes of the source overlap and are not the same, or hold nothing at all.
+    """
+    if bucket_bytes < ALIGNMENT:
+        raise ValueError(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
+    topology = topology or Topology()
+    names = np.array(source.ranks, object)
+    by_name = np.argsort(names, kind="stable") if len(names) else np.zeros(0, np.int64)
+    ranks = tuple(names[by_name].tolist())
+    place = np.empty(len(ranks), np.int32)
+    place[by_name] = np.arange(len(ranks), dtype=np.int32)
+    rank = place[source.rank]
+
+    first, region = distinct([source.tensor, *source.lo.T, *source.hi.T])
+    tensor, lo, hi = source.tensor[first], source.lo[first], source.hi[first]
+    _refuse_overlaps(source, tensor, lo, hi)
+    sets, which = same_members(region, rank, len(first))
+    layers = np.array([m.layer for m in source.metas], np.int64)[tensor]
+    nbytes = source.nbytes[first]
+    share = _Shares(ranks, topology, sets, which, layers, nbytes, lo, hi)
+    if target is not None and len(target):
+        share.toward(source, target, tensor)
+    piece, lo, hi, owner = share.all()
+    itemsize = np.array([m.itemsize for m in source.metas], np.int64)
+    tensor, layers = tensor[piece], layers[piece]
+    nbytes = np.prod(hi - lo, axis=1) * itemsize[tensor]
+
+    holder = region * len(ranks) + rank
+    order = np.argsort(holder, kind="stable")
+    fragment = order[np.searchsorted(holder[order], piece * len(ranks) + owner)]
+
+    bucket, offset, order = _buckets(owner, layers, tensor, lo, nbytes, len(ranks), bucket_bytes)
+    tensor, lo, hi, owner, fragment, nbytes = (a[order] for a in (tensor, lo, hi, owner, fragment, nbytes))
+    first, object_of = distinct([owner, bucket])
+    last = np.append(first[1:], len(owner)) - 1
+    return Publication(
+        source.metas,
+        ranks,
+        bucket_bytes,
+        tensor.astype(np.int32),
+        lo,
+        hi,
+        fragment,
+        owner.astype(np.int32),
+        bucket,
+        int(bucket.max(initial=-1)) + 1,
+        offset,
+        nbytes,
+        np.stack([owner[first], bucket[first]], axis=1).astype(np.int32),
+        offset[last] + nbytes[last],
+        object_of.astype(np.int32),
+    )
+
+
+def _refuse_overlaps(source: Placement, tensor: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> None:
+    boxes = (tensor, lo, hi)
+    bad: list[tuple[int, int]] = []
+    for i, j in meetings(boxes, boxes, busiest(tensor, lo, len(source.metas))):
+        both = np.flatnonzero(i < j)
+        bad += zip(i[both[:5]].tolist(), j[both[:5]].tolist(), strict=True)
+    if bad:
+        names = [source.metas[tensor[i]].name for i, _ in bad]
+        i, j = bad[0]
+        raise PlanError(
+            f"boxes of the source overlap without being the same, in {', '.join(dict.fromkeys(names[:5]))}: "
+            f"[{lo[i].tolist()}, {hi[i].tolist()}) and [{lo[j].tolist()}, {hi[j].tolist()}) of {names[0]}"
+        )
+
+
+class _Shares:
+    """Regions on their way to owners."""
+
+    def __init__(
+        self, ranks: tuple[str, ...], topology: Topology, sets: Ragged, which: np.ndarray, layers: np.ndarray, nbytes: np.ndarray,
+        lo: np.ndarray, hi: np.ndarray,
+    ) -> None:  # fmt: skip
+        self.topology, self.sets, self.which, self.layers, self.nbytes, self.lo, self.hi = topology, sets, which, layers, nbytes, lo, hi
+        self.nic, nics = topology.nics_of(ranks)
+        self.host, self.hosts = topology.hosts_of(ranks)
+        self.load = np.zeros(nics)
+        self.slack = max(_SLACK * float(nbytes.sum()) / max(1, len(ranks)), _LEAST_PIECE)
+        self.distance = np.ones((1, max(1, len(self.hosts))))  # from each host to those of a class of regions
+        self.kind = np.zeros(len(which), np.int64)
+
+    def toward(self, source: Placement, target: Placement, tensor: np.ndarray) -> None:
+        """Takes into account how far it is to who wants each region most."""
+        raise NotImplementedError
+
+    def all(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(region, lo, hi, owner) of the pieces."""
+        single = self.sets.lengths[self.which] == 1
+        only = np.flatnonzero(single)
+        owners = self.sets.values[self.sets.start[self.which[only]]]
+        cost = self.distance[self.kind[only], self.host[owners]]
+        np.add.at(self.load, self.nic[owners], self.nbytes[only] * cost)
+        parts = [(only, self.lo[only], self.hi[only], owners.astype(np.int64))]
+        shared = np.flatnonzero(~single)
+        layer, classes = self.layers[shared], self.kind[shared]
+        for chosen in rounds(self.sets, self.nic):
+            member_of = np.zeros(len(self.sets), bool)
+            member_of[chosen] = True
+            here = member_of[self.which[shared]]
+            for at, kind in sorted(set(zip(layer[here].tolist(), classes[here].tolist(), strict=True))):
+                parts.append(self._share(shared[here & (layer == at) & (classes == kind)], kind))
+        piece, lo, hi, owner = (np.concatenate(a) for a in zip(*parts, strict=True))
+        return piece, lo, hi, owner
+
+    def _share(self, regions: np.ndarray, kind: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Regions of one layer, of sets of one size that have no member in common: laid end to end, and cut where the next owner begins."""
+        regions = regions[np.argsort(self.which[regions], kind="stable")]
+        first, row = distinct([self.which[regions]])
+        members = self.sets.take(self.which[regions][first]).values.reshape(len(first), -1)
+        size = self.nbytes[regions]
+        ends = np.cumsum(size)
+        amount = np.bincount(row, size)
+        nic = self.nic[members]
+        sharing = (nic[:, :, None] == nic[:, None, :]).sum(axis=2)  # members of one device fill it together
+        cost = self.distance[kind, self.host[members]]
+        got = fill(self.load[nic], cost * sharing, amount)
+        base = np.concatenate([[0], np.cumsum(amount)[:-1]])
+        cuts = np.rint(base[:, None] + np.cumsum(got, axis=1)).astype(np.int64)
+        cuts[:, -1] = np.rint(base + amount)
+        flat = np.minimum(cuts.reshape(-1), ends[-1])
+
+        extent = self.hi[regions] - self.lo[regions]
+        dim = (extent > 1).argmax(axis=1) if extent.shape[1] else np.zeros(len(regions), np.int64)
+        rows = extent[np.arange(len(regions)), dim] if extent.shape[1] else np.ones(len(regions), np.int64)
+        into = np.minimum(np.searchsorted(ends, flat, side="left"), len(regions) - 1)
+        inside = flat - (ends[into] - size[into])
+        at_row = np.rint(inside / (size[into] / rows[into])).astype(np.int64)
+        near = np.minimum(inside, size[into] - inside) <= self.slack
+        at_row = np.where(near, np.where(inside * 2 >= size[into], rows[into], 0), np.clip(at_row, 0, rows[into]))
+        flat = ends[into] - size[into] + at_row * (size[into] // rows[into])
+        flat = np.maximum.accumulate(flat)
+
+        inner = np.flatnonzero((at_row > 0) & (at_row < rows[into]))
+        splits, _ = distinct([into[inner], at_row[inner]])
+        at, where = into[inner][splits], at_row[inner][splits]
+        piece = np.concatenate([np.arange(len(regions)), at])
+        begin = np.concatenate([np.zeros(len(regions), np.int64), where])
+        order = np.lexsort((begin, piece))
+        piece, begin = piece[order], begin[order]
+        end = np.append(begin[1:], 0)
+        final = np.append(piece[1:] != piece[:-1], True)
+        end[final] = rows[piece[final]]
+        row_bytes = size[piece] // rows[piece]
+        start = (ends - size)[piece] + begin * row_bytes
+        owner = members.reshape(-1)[np.searchsorted(flat, start, side="right")].astype(np.int64)
+        taken = (end - begin) * row_bytes
+        np.add.at(self.load, self.nic[owner], taken * self.distance[kind, self.host[owner]])
+        lo, hi = self.lo[regions][piece], self.hi[regions][piece]
+        if lo.shape[1]:
+            along = dim[piece]
+            numbers = np.arange(len(piece))
+            old = lo[numbers, along]
+            lo[numbers, along], hi[numbers, along] = old + begin, old + end
+        return regions[piece], lo, hi, owner
+
+
+def _buckets(
+    owner: np.ndarray, layers: np.ndarray, tensor: np.ndarray, lo: np.ndarray, nbytes: np.ndarray, ranks: int, limit: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(bucket, offset, order): layers that follow each other are one bucket while no owner has more of it than the limit; a layer of which
+    somebody has more is several. `bucket` and `offset` are in `order`, which is by object and place in it."""
+    padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    names, layer = np.unique(layers, return_inverse=True)
+    group = np.zeros(len(names), np.int64)
+    if len(names):
+        each = np.bincount(owner * len(names) + layer, padded, minlength=ranks * len(names)).reshape(ranks, len(names))
+        held = each[:, 0].copy()
+        for n in range(1, len(names)):
+            held = held + each[:, n]
+            group[n] = group[n - 1] + bool(held.max() > limit)
+            if group[n] != group[n - 1]:
+                held = each[:, n].copy()
+    mine = group[layer]
+    order = np.lexsort((*lo.T[::-1], tensor, layer, mine, owner))
+    mine, padded, owner = mine[order], padded[order], owner[order]
+    chunk, before = cut(owner * (len(names) + 1) + mine, padded, np.full(len(order), limit))
+    chunks = np.zeros(len(names) + 1, np.int64)
+    np.maximum.at(chunks, mine + 1, chunk + 1)
+    return (np.cumsum(chunks)[mine] + chunk).astype(np.int32), before, order
+
+
+def cut(run: np.ndarray, sizes: np.ndarray, limit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts runs of items (equal `run`, which are neighbours) into pieces of about the limit: (piece in its run, place in the piece), int64."""
+    if not len(run):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    before = np.cumsum(sizes) - sizes
+    new = np.concatenate([[True], run[1:] != run[:-1]])
+    before -= np.maximum.accumulate(np.where(new, before, 0))
+    piece = before // limit
+    new |= np.concatenate([[True], piece[1:] != piece[:-1]])
+    begun = np.flatnonzero(new)
+    of = np.cumsum(new) - 1
+    place = before - before[begun][of]
+    # pieces of a run are numbered without gaps
+    run_start = np.concatenate([[True], run[1:] != run[:-1]])
+    return of - np.maximum.accumulate(np.where(run_start, of, 0)), place
