@@ -160,5 +160,5 @@ def grouped_down(local: Local, names: Sequence[str], rows: int, columns: int) ->
 
 
 def _must_be_packed(local: Local) -> None:
-    if local.strides != (local.shape[1], 1):
+    if any(n > 1 and s != packed for n, s, packed in zip(local.shape, local.strides, (local.shape[1], 1), strict=True)):
         raise PlanError(f"{local.name}: experts in one tensor must lie packed, not with strides {list(local.strides)}")
