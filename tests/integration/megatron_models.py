@@ -22,8 +22,12 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
 class CausalAttention(torch.nn.Module):
@@ -37,6 +41,17 @@ class CausalAttention(torch.nn.Module):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # sequence, batch, heads, channels
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+__all__ = [
+    "LayerType",
+    "PipelineParallelLayerLayout",
+    "chunks",
+    "fill",
+    "get_num_layers_to_build",
+    "get_transformer_layer_offset",
+    "rank_of",
+]
 
 
 @contextlib.contextmanager

@@ -6,15 +6,21 @@ turns whole tensors into Hugging Face's, and transformers' logits say that it do
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
 import megatron_models as mm
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.layouts.megatron import MegatronSource
+from mooncake_ray.weights.layouts.ranks import Ranks
+from mooncake_ray.weights.layouts.stages import layers_of_stages
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import views
 
@@ -240,3 +246,81 @@ def test_a_wrong_config_is_told():
         other = LlamaConfig(**SIZES | {"intermediate_size": 64}, num_key_value_heads=4, head_dim=8)
         with pytest.raises(PlanError, match=r"layers.0.mlp.linear_fc1.weight is \[48, 32\] here, but part 1 of 2 of it is \[64, 32\]"):
             MegatronSource(models, other)
+
+
+LAYOUTS = [
+    (16, {"tp": 2, "pp": 2, "cp": 2}),
+    (16, {"tp": 2, "ep": 4, "etp": 1, "pp": 2}),
+    (16, {"tp": 4, "ep": 2, "etp": 2, "pp": 2, "cp": 1}),
+    (12, {"tp": 2, "cp": 3, "ep": 3, "etp": 2}),
+    (8, {"tp": 4, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+def test_places_are_megatrons(world, layout):
+    for rank in range(world):
+        with mm.rank_of(rank, world, **layout):
+            assert Ranks.of(rank, world, **layout) == Ranks.current()
+
+
+def test_without_parallelism_the_place_must_be_given():
+    with pytest.raises(PlanError, match="not initialised; give `ranks`"):
+        Ranks.current()
+
+
+@st.composite
+def pipelines(draw):
+    pp, vpp = draw(st.integers(2, 4)), draw(st.sampled_from([None, 1, 2, 3]))
+    chunk = vpp or 1
+    each = draw(st.integers(1, 3)) * chunk
+    config = dict.fromkeys(("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"))
+    config |= {"account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False}
+    layers = [each] * pp
+    if draw(st.booleans()):
+        for stage, name in ((0, "first"), (-1, "last")):
+            if draw(st.booleans()):
+                layers[stage] = config[f"num_layers_in_{name}_pipeline_stage"] = draw(st.integers(1, 3)) * chunk
+    else:
+        for stage, name in ((0, "embedding"), (-1, "loss")):
+            if draw(st.booleans()):
+                config[f"account_for_{name}_in_pipeline_split"] = True
+                layers[stage] -= 1
+    if pp == 2 and config["num_layers_in_first_pipeline_stage"] and config["num_layers_in_last_pipeline_stage"]:
+        vpp = None  # megatron divides by the stages between these two, with virtual ones
+    return config | {"num_layers": sum(layers), "pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": vpp}
+
+
+@given(pipelines())
+@settings(deadline=None, max_examples=200)
+def test_stages_are_megatrons(config):
+    given = SimpleNamespace(**config)
+    pp, vpp = given.pipeline_model_parallel_size, given.virtual_pipeline_model_parallel_size
+    ours = layers_of_stages(
+        given.num_layers,
+        pp,
+        vpp or 1,
+        first=given.num_layers_in_first_pipeline_stage,
+        last=given.num_layers_in_last_pipeline_stage,
+        embedding=given.account_for_embedding_in_pipeline_split,
+        loss=given.account_for_loss_in_pipeline_split,
+    )
+    for stage in range(pp):
+        for v in range(vpp or 1):
+            at = v if vpp else None
+            n = mm.get_num_layers_to_build(given, at, stage)
+            first = mm.get_transformer_layer_offset(given, at, stage)
+            assert ours[stage][v] == range(first, first + n)
+
+
+PLACED = [["embedding", "decoder"], ["decoder", "loss"]]
+
+
+@pytest.mark.parametrize(("layout", "pp"), [("Et|t|tt|L", 2), ("Et*3|(tt|)*5,m|L", 4), ("E|(t|tt|)*3mL", 2), (PLACED, 2)])
+def test_layout_strings_are_megatrons(layout, pp):
+    theirs = mm.PipelineParallelLayerLayout(layout, pp)
+    counts = [[chunk.count(mm.LayerType.decoder) for chunk in stage] for stage in theirs.layout]
+    ours = layers_of_stages(sum(map(sum, counts)), pp, layout=layout)
+    assert [[len(chunk) for chunk in stage] for stage in ours] == counts
+    in_order = [i for v in range(len(ours[0])) for stage in ours for i in stage[v]]
+    assert in_order == list(range(len(in_order)))

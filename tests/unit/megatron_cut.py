@@ -1,4 +1,4 @@
-"""A whole model in Hugging Face's tensors, and what Megatron makes of it on any rank, as documented. Joins and splits tensors; knows no boxes."""
+"""A whole model in Hugging Face's tensors, and what Megatron makes of it on any rank, as documented. It joins and splits, and knows no boxes."""
 
 from __future__ import annotations
 
