@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from mooncake_ray.errors import SyncAbortedError, SyncTimeoutError
 from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.publication import Publication
 
-__all__ = ["Host", "Meeting", "Ring", "broadcast", "receive"]
+__all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class Ring:
     def close(self) -> None:
         if hasattr(self._group, "abort"):
             self._group.abort()
+
+
+def broadcast_order(publication: Publication) -> list[int]:
+    """The objects of a publication as everybody goes through them: by bucket, so that owners send side by side."""
+    return np.lexsort((publication.objects[:, 0], publication.objects[:, 1])).tolist()
 
 
 def _finish(work: Any, deadline: Deadline, check: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """The actor that takes a group from one version to the next. It moves no weights; members do, and tell it.
 
 It may be killed at any moment: Ray starts it again, members join anew and say what they have, and what was under way is begun anew by whoever
-asked for it. What must not be forgotten, the number of the last epoch and the last version, lies in Ray's key-value store.
+asked for it. What must not be forgotten, the numbers of the last epoch and version, lies in Ray's key-value store.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from ray._private import state as ray_state
+from ray._private import worker as ray_worker
 from ray.experimental import internal_kv
 
-from mooncake_ray.errors import ChecksumError, StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
+from mooncake_ray.errors import StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync.courier import Courier
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
-from mooncake_ray.sync.messages import Command, Join, Manifest, Member, Published, Report
-from mooncake_ray.sync.plans import Plans, check
+from mooncake_ray.sync.messages import Command, Join, Manifest, Member, Report
+from mooncake_ray.sync.plans import Plans
 from mooncake_ray.sync.report import EngineStatus, GroupStatus, SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
 from mooncake_ray.transfer.deadline import Deadline
-from mooncake_ray.weights.plan import Publication
 
 __all__ = ["Coordinator", "Settings"]
 
@@ -36,6 +37,10 @@ logger = logging.getLogger("mooncake_ray")
 _SPACE = b"mooncake_ray"
 _POLL_S = 5.0
 _LOOK_EVERY_S = 0.5
+_CATCH_UP_S = 300.0
+_OPERATIONS = 16  # remembered
+AUTO = ("p2p", "nccl")
+"""The modes that `auto` tries, in this order."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Settings:
     """Of a group."""
 
     name: str
+    job: str
     mode: str
     liveness_s: float
     """A member that has not been heard of for so long is taken for dead."""
@@ -52,12 +58,13 @@ class Settings:
 
 
 class Coordinator:
-    """An asynchronous actor: one loop, no locks but for updates, of which there is one at a time."""
+    """An asynchronous actor: one loop, and one update at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._key = b"sync:" + settings.name.encode()
-        self._roster, self._mail, self._plans = Roster(), Mailbox(), Plans(settings.bucket_bytes, settings.ignore)
+        self._roster, self._mail = Roster(), Mailbox()
+        self._courier = Courier(self._mail, self._roster, Plans(settings.bucket_bytes, settings.ignore), settings.verify)
         self._heard: dict[str, float] = {}
         known = json.loads(internal_kv._internal_kv_get(self._key, namespace=_SPACE) or b"{}")
         self._epoch, self._version = int(known.get("epoch", 0)), int(known.get("version", -1))
@@ -66,32 +73,39 @@ class Coordinator:
         self._updating = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._offers: dict[int, set[int]] = {}
-        self._progress: dict[str, Any] = {}
-        self._tasks = [asyncio.get_running_loop().create_task(self._watch())] if _running() else []
+        self._watcher: asyncio.Task[None] | None = None
 
     # ---- members
 
     async def join(self, what: Join) -> int:
         """Returns the version the group is at."""
-        self._start()
+        self._watch_from_now_on()
         before = self._roster.join(what)
         if before is not None:
+            self._heard.pop(before.id, None)
             self._mail.close(before.id, f"{before} was replaced by another process")
+            self._courier.lost(before.id)
         member = what.member
         self._mail.open(member.id)
         self._heard[member.id] = time.monotonic()
         logger.info("mooncake_ray: group %s: %s joined from %s", self._settings.name, member, member.host)
-        if member.role == "trainer":
-            self._recall()
+        trainers = self._roster.trainers
+        if (
+            trainers is not None
+            and trainers.whole
+            and not self._manifests
+            and (manifest := await self._courier.recall(trainers)) is not None
+        ):
+            self._manifests.setdefault(manifest.version, manifest)
         await self._notify()
         return self._version
 
     async def poll(self, id: str) -> list[Command] | None:
         """What that member is to do next; None: it is not known, and must join."""
-        self._start()
         self._heard[id] = time.monotonic()
         commands = await self._mail.take(id, _POLL_S)
-        self._heard[id] = time.monotonic()
+        if id in self._roster:
+            self._heard[id] = time.monotonic()
         return commands
 
     async def answer(self, report: Report) -> None:
@@ -101,52 +115,53 @@ class Coordinator:
         if (member := self._roster.by_id(id)) is not None:
             await self._lose(member, "left the group")
 
-    async def staged(self, id: str, epoch: int, unit: int, blob: Any) -> None:
-        """A leader has a unit; the others get it from there."""
-        if epoch != self._epoch:
-            return
-        self._progress["bytes"] = self._progress.get("bytes", 0) + blob.nbytes
-        for member in self._progress.get("followers", {}).get(unit, ()):
-            self._mail.tell(member, epoch, "unit", unit=unit, blob=blob)
+    async def staged(self, id: str, epoch: int, unit: int, blob: Blob) -> None:
+        self._courier.staged(id, epoch, unit, blob)
 
     async def _lose(self, member: Member, why: str) -> None:
         logger.warning("mooncake_ray: group %s: %s %s", self._settings.name, member, why)
         self._roster.leave(member)
         self._heard.pop(member.id, None)
         self._mail.close(member.id, f"{member} {why}")
+        self._courier.lost(member.id)
         await self._notify()
 
-    def _start(self) -> None:
-        if not self._tasks:
-            self._tasks.append(asyncio.get_running_loop().create_task(self._watch()))
+    def _watch_from_now_on(self) -> None:
+        if self._watcher is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Finds who is dead, and brings who is behind up to the version."""
+        """Finds who is dead, and brings who is behind up to the version. Ends with the job."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            now = time.monotonic()
-            for member in self._roster:
-                if now - self._heard.get(member.id, now) > self._settings.liveness_s:
-                    await self._lose(member, f"was not heard of for {self._settings.liveness_s:g} s")
-            actors = [m for m in self._roster if m.actor]
             try:
-                dead = await asyncio.get_running_loop().run_in_executor(None, _dead, [m.actor for m in actors])
-            except Exception as e:  # Ray's control store is away for a moment
-                logger.debug("mooncake_ray: actors cannot be looked up: %s", e)
-                continue
-            for member, is_dead in zip(actors, dead, strict=True):
-                if is_dead and member.id in self._roster:
-                    await self._lose(member, "died")
-            if not self._updating.locked() and self._behind():
-                await self._catch_up()
+                await self._bury()
+                if not self._updating.locked() and self._behind():
+                    await self._catch_up()
+                if not self._heard and await _in_thread(_is_over, self._settings.job):
+                    internal_kv._internal_kv_del(self._key, namespace=_SPACE)
+                    os._exit(0)
+            except Exception:  # Ray's control store is away for a moment, say: whoever waits has a deadline
+                logger.exception("mooncake_ray: group %s", self._settings.name)
 
-    # ---- updates
+    async def _bury(self) -> None:
+        """Loses the members that are dead."""
+        now = time.monotonic()
+        for member in self._roster:
+            if now - self._heard.get(member.id, now) > self._settings.liveness_s:
+                await self._lose(member, f"was not heard of for {self._settings.liveness_s:g} s")
+        actors = [m for m in self._roster if m.actor]
+        for member, dead in zip(actors, await _in_thread(_dead, [m.actor for m in actors]), strict=True):
+            if dead and member.id in self._roster:
+                await self._lose(member, "died")
+
+    # ---- versions
 
     async def publish(self, version: int | None, operation: str, timeout_s: float) -> int:
         """Has the trainers publish what they hold now; their weights may change afterwards. Returns the version's number."""
+        deadline = Deadline(timeout_s)
         async with self._updating:
-            deadline = Deadline(timeout_s)
-            number = self._number(version, operation)
+            number = self._number(version, operation, fresh=True)
             if number not in self._manifests:
                 await self._publish(number, deadline)
             return number
@@ -156,58 +171,64 @@ class Coordinator:
         member = self._roster.by_id(id)
         if member is None:
             raise MemberLostError("this trainer is not in the group any more")
-        number = self._latest() + 1 if version is None else version
-        self._offers.setdefault(number, set()).add(member.rank)
         deadline = Deadline(timeout_s)
-        while True:
-            if number in self._manifests:
-                self._offers.pop(number, None)
-                return number
-            missing = set(range(member.world)) - self._offers.get(number, set())
-            if not missing and not self._updating.locked():
-                await self.publish(number, "", deadline.left(f"version {number}"))
-                continue
-            await self._wait(deadline, f"version {number}: trainer ranks {sorted(missing)[:5]} have not published")
+        number = self._latest() + 1 if version is None else version
+        if version is not None and version not in self._offers and version <= self._latest():
+            raise StaleVersionError(f"version {version} is not newer than {self._latest()}, the last one of group {self._settings.name}")
+        ranks = self._offers.setdefault(number, set())
+        ranks.add(member.rank)
+        try:
+            while number not in self._manifests:
+                missing = set(range(member.world)) - ranks
+                if not missing and not self._updating.locked():
+                    async with self._updating:
+                        await self._publish(number, deadline)
+                else:
+                    await self._wait(deadline, f"version {number}: trainer ranks {sorted(missing)[:5]} have not published")
+        finally:
+            self._offers.pop(number, None)
+        return number
 
-    async def sync(self, version: int | None, operation: str, mode: str | None, timeout_s: float) -> SyncReport:
+    async def sync(self, version: int | None, operation: str, mode: str, timeout_s: float) -> SyncReport:
         """Publishes a version unless it is, and brings every engine to it."""
+        deadline = Deadline(timeout_s)
         async with self._updating:
-            deadline = Deadline(timeout_s)
-            number = self._number(version, operation)
+            number = self._number(version, operation, fresh=False)
             report = SyncReport(number, mode or self._settings.mode)
             if number not in self._manifests:
                 begin = time.monotonic()
                 await self._publish(number, deadline)
                 report.publish_s = time.monotonic() - begin
-            engines = [e for e in self._roster.engines.values() if e.whole]
-            behind = [e for e in engines if e.version != number]
-            await self._deliver(self._manifests[number], behind, report, deadline)
-            if not report.engines and behind:
+            await self._deliver(number, report, deadline)
+            if not report.engines and report.lost:
                 raise SyncAbortedError(f"version {number}: no engine is left to have it: {report.lost}")
             if number > self._version:
                 self._version = number
                 self._save()
             self._forget(number)
-            await self._notify()
-            return report
+        await self._notify()
+        return report
 
     def _latest(self) -> int:
+        """The newest version there is."""
         return max([self._version, *self._manifests])
 
-    def _number(self, version: int | None, operation: str) -> int:
-        """The version an operation is about. An operation that is asked for again is about the same."""
+    def _number(self, version: int | None, operation: str, *, fresh: bool) -> int:
+        """The version an operation is about: the same one if it is asked for again, after this actor was restarted.
+
+        `fresh`: unless said, it is one that is not published yet.
+        """
         if operation in self._operations:
             return self._operations[operation]
-        newest = self._latest()
+        latest = self._latest()
         if version is None:
-            number = newest if newest > self._version and newest in self._manifests and operation.startswith("sync") else newest + 1
-        elif version < self._version or (version < newest and version not in self._manifests):
-            raise StaleVersionError(f"version {version} is not newer than {newest}, the last one of group {self._settings.name}")
-        else:
+            number = latest if not fresh and latest > self._version else latest + 1
+        elif version > latest or version in self._manifests or (version == self._version and not fresh):
             number = version
-        if operation:
-            self._operations = dict(list(self._operations.items())[-15:]) | {operation: number}
-            self._save()
+        else:
+            raise StaleVersionError(f"version {version} is not newer than {latest}, the last one of group {self._settings.name}")
+        self._operations = dict(list(self._operations.items())[1 - _OPERATIONS :]) | {operation: number}
+        self._save()
         return number
 
     def _save(self) -> None:
@@ -220,144 +241,47 @@ class Coordinator:
         return self._epoch
 
     async def _publish(self, version: int, deadline: Deadline) -> None:
-        trainers = self._roster.trainers
-        while trainers is None or not trainers.whole:
+        while (trainers := self._roster.trainers) is None or not trainers.whole:
             there = 0 if trainers is None else len(trainers.joined)
             await self._wait(deadline, f"version {version}: {there} of {trainers.world if trainers else '?'} trainer ranks have joined")
-            trainers = self._roster.trainers
-        epoch = self._next_epoch()
-        members = trainers.members
-        origin, plan = await self._in_thread(self._plans.origin, trainers.placement)
-        publication = origin.publication
-        values, errors = await self._mail.ask(
-            members,
-            epoch,
-            "publish",
-            deadline.left("publishing"),
-            lambda _: {"version": version, "plan": plan, "digest": publication.digest},
-        )
-        if errors:
-            for member in members:
-                self._mail.tell(member, epoch, "withdraw", version=version)
-            raise _aborted(f"version {version} was not published", errors)
-        self._keep(version, publication, {m.name: v for m, v in values.items()})
-        for member, published in values.items():
-            self._roster.note(member, published=published)
+        self._manifests[version] = await self._courier.publish(version, trainers, self._next_epoch(), deadline)
+        await self._notify()
 
-    def _keep(self, version: int, publication: Publication, parts: Mapping[str, Published]) -> None:
-        """Makes the manifest of what each rank has published."""
-        blobs: dict[int, Blob] = {}
-        digests = np.zeros(len(publication.tensor), np.uint64)
-        for rank, part in parts.items():
-            blobs.update(part.blobs)
-            digests[publication.owner == publication.ranks.index(rank)] = part.digests
-        self._manifests[version] = Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))), digests)
+    async def _deliver(self, version: int, report: SyncReport, deadline: Deadline, only: Sequence[str] | None = None) -> None:
+        """Brings the engines that are not at the version to it; without those that die meanwhile, and by another mode if there is one."""
+        modes = list(AUTO) if report.mode == "auto" else [report.mode]
+        while engines := [e for e in self._behind(version) if (only is None or e.name in only) and e.name not in report.lost]:
+            names = {e.name for e in engines}
+            report.mode = modes[0]
+            try:
+                await self._courier.deliver(self._manifests[version], engines, modes[0], self._next_epoch(), report, deadline)
+                return
+            except WeightSyncError as e:
+                await self._bury()
+                there = {e.name for e in self._behind(version)}
+                if gone := names - there:
+                    report.lost |= dict.fromkeys(gone, f"died: {e}")
+                elif len(modes) > 1 and not deadline.over:
+                    logger.warning("mooncake_ray: group %s: %s failed, %s is next: %s", self._settings.name, modes[0], modes[1], e)
+                    report.fallbacks.append(f"{modes.pop(0)}: {e}")
+                else:
+                    raise
 
-    def _recall(self) -> None:
-        """After a restart: the trainers still have what they published."""
-        trainers = self._roster.trainers
-        if trainers is None or not trainers.whole or self._manifests:
-            return
-        parts = {join.member.name: join.published for join in trainers.joined.values() if join.published is not None}
-        same = {(p.version, p.plan) for p in parts.values()}
-        if len(parts) != trainers.world or len(same) != 1:
-            return
-        version, plan = same.pop()
-        origin, _ = self._plans.origin(trainers.placement)
-        if origin.publication.digest == plan:
-            self._keep(version, origin.publication, parts)
-
-    async def _deliver(self, manifest: Manifest, engines: list[Unit], report: SyncReport, deadline: Deadline) -> None:
-        """Stages a version at those engines, and commits it at all that are still there."""
-        if not engines:
-            return
-        epoch = self._next_epoch()
-        begin = time.monotonic()
-        trainers = self._roster.trainers
-        if trainers is None or not trainers.whole:
-            raise SyncAbortedError(f"version {manifest.version}: trainers that published it are gone")
-        origin, source = self._plans.origin(trainers.placement)
-        publication = origin.publication
-        if publication.digest != manifest.plan:
-            raise StaleVersionError(f"version {manifest.version} was published by trainers of another layout")
-        route, plan = await self._in_thread(self._plans.route, publication, [e.placement for e in engines])
-        delivery = route.delivery
-        report.plan_s = time.monotonic() - begin
-        members = {m: e for e in engines for m in e.members}
-        by_name = {m.name: m for m in members}
-        followers = {
-            unit: [by_name[delivery.ranks[r]] for r in delivery.members(unit) if r != delivery.leader[unit]]
-            for unit in range(delivery.units)
-        }
-        self._progress = {"version": manifest.version, "bytes": 0, "total": int(delivery.unit_nbytes.sum()), "followers": followers}
-        begin = time.monotonic()
-        try:
-            prepared, errors = await self._mail.ask(
-                members,
-                epoch,
-                "stage",
-                deadline.left("staging"),
-                lambda _: {"manifest": manifest, "origin": source, "route": plan, "digest": delivery.digest},
-            )
-            report.stage_s = time.monotonic() - begin
-            lost = {members[m].name: str(e) for m, e in errors.items() if isinstance(e, MemberLostError)}
-            failed = {m: e for m, e in errors.items() if members[m].name not in lost}
-            if failed:
-                raise _aborted(f"version {manifest.version} was not staged", failed)
-            ready = [e for e in engines if e.name not in lost]
-            if self._settings.verify:
-                staged = {m.name: v for m, v in prepared.items()}
-                for engine in ready:
-                    check(publication, route, manifest.digests, staged, [m.name for m in engine.members])
-        except WeightSyncError:
-            for member in members:
-                self._mail.tell(member, epoch, "abort")
-            raise
-        report.lost.update(lost)
-        await self._commit(manifest.version, ready, members, epoch, report, deadline)
-
-    async def _commit(
-        self, version: int, engines: list[Unit], members: Mapping[Member, Unit], epoch: int, report: SyncReport, deadline: Deadline
-    ) -> None:
-        """Every rank of an engine applies; the engine serves again when all of them have."""
-        begin = time.monotonic()
-        ready = [m for m, e in members.items() if e in engines]
-        for member in members:
-            if member not in ready:
-                self._mail.tell(member, epoch, "abort")
-        values, errors = await self._mail.ask(ready, epoch, "commit", deadline.left("the commit"), lambda _: {"version": version})
-        bad = {members[m].name: str(e) for m, e in errors.items()}
-        for member in errors:
-            self._roster.note(member, state="poisoned")
-        good = [e for e in engines if e.name not in bad]
-        resume = [m for m in ready if members[m] in good]
-        _, errors = await self._mail.ask(resume, epoch, "resume", deadline.left("resuming"))
-        bad.update((members[m].name, str(e)) for m, e in errors.items())
-        for member in resume:
-            if members[member].name not in bad:
-                self._roster.note(member, version=version, state="serving")
-        report.commit_s = time.monotonic() - begin
-        report.pause_s = max((v for v in values.values()), default=0.0)
-        report.lost.update(bad)
-        report.engines += [e.name for e in good if e.name not in bad]
-        report.nbytes += self._progress.get("total", 0)
-
-    def _behind(self) -> list[Unit]:
-        """Engines that are not at the group's version, and can be."""
-        if self._version not in self._manifests:
-            return []
-        return [e for e in self._roster.engines.values() if e.whole and e.version != self._version]
+    def _behind(self, version: int | None = None) -> list[Unit]:
+        """Engines that are whole, not at that version (the group's), and could be."""
+        wanted = self._version if version is None else version
+        return [e for e in self._roster.engines.values() if e.whole and e.version != wanted] if wanted in self._manifests else []
 
     async def _catch_up(self) -> None:
         async with self._updating:
-            for engine in self._behind():
-                report = SyncReport(self._version, "p2p")
+            for name in [e.name for e in self._behind()]:
+                report = SyncReport(self._version, "auto")
                 try:
-                    await self._deliver(self._manifests[self._version], [engine], report, Deadline(_CATCH_UP_S))
-                    logger.info("mooncake_ray: group %s: %s is at version %d now", self._settings.name, engine.name, self._version)
+                    await self._deliver(self._version, report, Deadline(_CATCH_UP_S), [name])
+                    logger.info("mooncake_ray: group %s: %s is at version %d now", self._settings.name, name, self._version)
                 except (WeightSyncError, TimeoutError) as e:
-                    logger.warning("mooncake_ray: group %s: %s stays behind: %s", self._settings.name, engine.name, e)
-            await self._notify()
+                    logger.warning("mooncake_ray: group %s: %s stays behind: %s", self._settings.name, name, e)
+        await self._notify()
 
     def _forget(self, version: int) -> None:
         """Older versions are of no use to anybody."""
@@ -371,12 +295,12 @@ class Coordinator:
     async def status(self) -> GroupStatus:
         return GroupStatus(
             version=self._version,
-            published=self._latest(),
+            published=max(self._manifests, default=-1),
             epoch=self._epoch,
             trainers=0 if self._roster.trainers is None else len(self._roster.trainers.joined),
             engines={e.name: EngineStatus(e.version, e.state, len(e.joined), e.world) for e in self._roster.engines.values()},
-            moved_bytes=int(self._progress.get("bytes", 0)),
-            total_bytes=int(self._progress.get("total", 0)),
+            moved_bytes=self._courier.moved,
+            total_bytes=self._courier.total,
         )
 
     async def wait_for(self, version: int, engines: list[str] | None, timeout_s: float) -> int:
@@ -384,12 +308,11 @@ class Coordinator:
         deadline = Deadline(timeout_s)
         while True:
             there = self._roster.engines
-            wanted = list(there) if engines is None else engines
-            versions = {name: there[name].version if name in there else -1 for name in wanted}
+            versions = {name: there[name].version if name in there else -1 for name in (there if engines is None else engines)}
             if versions and min(versions.values()) >= version:
                 return min(versions.values())
             behind = {name: v for name, v in versions.items() if v < version}
-            await self._wait(deadline, f"version {version}: engines behind (and at): {dict(list(behind.items())[:5]) or 'there are none'}")
+            await self._wait(deadline, f"version {version}: engines behind, and at: {dict(list(behind.items())[:5]) or 'there are none'}")
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -399,35 +322,21 @@ class Coordinator:
         """Until something changed. Raises SyncTimeoutError."""
         left = deadline.at - time.monotonic()
         if left <= 0:
-            raise SyncTimeoutError(f"{what} within {deadline.timeout_s:g} s")
+            raise SyncTimeoutError(f"{what} (waited {deadline.timeout_s:g} s)")
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left, 1.0))
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
 
-
-_CATCH_UP_S = 300.0
-
-
-def _running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+async def _in_thread(function: Any, *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
 
 
 def _dead(actors: list[str]) -> list[bool]:
     return [ray_state.actors(actor).get("State") == "DEAD" for actor in actors]
 
 
-def _aborted(what: str, errors: Mapping[Member, WeightSyncError]) -> WeightSyncError:
-    """One error for those of several members, of the kind they have in common."""
-    text = "; ".join(f"{m}: {e}" for m, e in list(errors.items())[:3])
-    kinds = {type(e) for e in errors.values()}
-    kind = kinds.pop() if len(kinds) == 1 else SyncAbortedError
-    if kind not in (ChecksumError, SyncTimeoutError, StaleVersionError):
-        kind = SyncAbortedError
-    return kind(f"{what} ({len(errors)} ranks): {text}")
+def _is_over(job: str) -> bool:
+    """Whether that job has ended."""
+    jobs: Any = ray_worker.global_worker.gcs_client.get_all_job_info(job_or_submission_id=job)
+    return all(info.is_dead for info in jobs.values())

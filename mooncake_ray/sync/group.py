@@ -67,7 +67,8 @@ class WeightSyncGroup:
         if bucket_bytes < 1 or liveness_s <= 0:
             raise ConfigError(f"bucket_bytes and liveness_s must be positive, got {bucket_bytes} and {liveness_s}")
         self.name = name
-        settings = Settings(name, mode, liveness_s, bucket_bytes, tuple(sorted(ignore)), verify)
+        job = ray.get_runtime_context().get_job_id()
+        settings = Settings(name, job, mode, liveness_s, bucket_bytes, tuple(sorted(ignore)), verify)
         self._begin(settings)
 
     def _begin(self, settings: Settings) -> None:
@@ -136,7 +137,7 @@ class WeightSyncGroup:
 
     def async_sync(self, version: int | None = None, *, mode: Mode | None = None, timeout_s: float = 300.0) -> ray.ObjectRef:
         """As `sync`, and does not wait: returns a ref of the report (or the error), for `ray.get`, `ray.wait` or `await`."""
-        return self._handle.sync.remote(version, f"sync-{uuid.uuid4().hex}", mode, timeout_s)
+        return self._handle.sync.remote(version, f"sync-{uuid.uuid4().hex}", mode or "", timeout_s)
 
     def versions(self) -> Mapping[str, int]:
         """What each engine serves; -1: nothing."""

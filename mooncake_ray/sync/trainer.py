@@ -13,9 +13,11 @@ import torch
 from mooncake_ray.errors import PlanError, SyncAbortedError
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync.collective import Host, Meeting, Ring, broadcast, broadcast_order
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Published
 from mooncake_ray.sync.plans import Origin, load
+from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, views
 
@@ -36,6 +38,7 @@ class Trainer(Agent):
         self._placement = Placement.of(self.member.name, shard.fragments())
         self._plan: tuple[Origin, np.ndarray] | None = None
         self._kept: dict[int, Published] = {}
+        self._host: Host | None = None
         self.start(timeout_s)
 
     def describe(self) -> Join:
@@ -85,6 +88,26 @@ class Trainer(Agent):
         self._kept[version] = published
         return published
 
+    def do_meet(self, command: Command) -> Meeting:
+        """Opens the place where the ranks of a broadcast find each other, until the next."""
+        self._host = Host(self.member.host, f"{self.member.id}/{command.epoch}", command.timeout_s)
+        return self._host.meeting
+
+    def do_broadcast(self, command: Command) -> None:
+        """Sends what it has published to all ranks of the engines."""
+        if self._plan is None or (kept := self._kept.get(command.arguments["version"])) is None or not kept.blobs:
+            return
+        publication, deadline = self._plan[0].publication, Deadline(command.timeout_s)
+        me = publication.ranks.index(self.member.name)
+        device = next((t.device for t in self._shard.buffers().values()), torch.device("cpu"))
+        ring = Ring(command.arguments["meeting"], me, 0, 1 + command.arguments["receivers"], self.member.host, device, deadline)
+        try:
+            mine = [n for n in broadcast_order(publication) if n in kept.blobs]
+            objects = [blobs.view(kept.blobs[n]) for n in mine]
+            broadcast(ring, objects, device, deadline, lambda: self.check(command.epoch))
+        finally:
+            ring.close()
+
     def hear(self, command: Command) -> None:
         if command.what == "forget":
             for version in [v for v in self._kept if v < command.arguments["before"]]:
@@ -109,7 +132,7 @@ class Trainer(Agent):
         """The regions that this rank owns, in their order, where they lie in its buffers."""
         p, plan = self._placement, origin.publication
         at = plan.fragment[mine] - origin.spans[self.member.name][0]
-        if len(at) and not (0 <= at.min() and at.max() < len(p)):
+        if len(at) and not (at.min() >= 0 and at.max() < len(p)):
             raise SyncAbortedError(f"{self.member}: the plan was made for another placement")
         d = p.lo.shape[1]
         lo, hi = plan.lo[mine][:, -d:], plan.hi[mine][:, -d:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 import torch
 
-HIDDEN, INNER, VOCAB, LAYERS = 16, 24, 40, 3
+HIDDEN, INNER, VOCAB, LAYERS = 16, 24, 48, 3
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -74,6 +74,8 @@ class EngineRank(_Rank):
 
 
 class _Adapter:
+    weight_version, poisoned = None, ""
+
     def __init__(self, shard) -> None:
         self._shard = shard
 
@@ -89,8 +91,9 @@ class _Adapter:
         from mooncake_ray.weights.placement import Placement
         from mooncake_ray.weights.shard import views
 
-        for view, slot in zip(views(Placement.of("x", self._shard.fragments()), self._shard.buffers()), info["slots"], strict=True):
-            view.copy_(slot)
+        targets = list(views(Placement.of("x", self._shard.fragments()), self._shard.buffers()))
+        for i, piece in info["pieces"]:
+            targets[i].copy_(piece)
 
     def finish_weight_update(self, version):
-        self.version = version
+        self.weight_version = version
