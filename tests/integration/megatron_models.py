@@ -18,12 +18,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe import experts, moe_utils
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -63,8 +65,10 @@ def rank_of(rank: int, world: int, *, tp=1, pp=1, vpp=None, ep=1, etp=None, cp=1
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
         mock.patch.object(torch.Tensor, "cuda", lambda self, *a, **k: self),
         mock.patch.object(multi_latent_attention, "HAVE_TE", False),  # it is without, but takes the stand-ins for it
+        mock.patch.object(experts, "gg", mock.Mock(unsafe=True)),  # the grouped layers are made, not run
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # likewise, but forgets this one
         mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
+        torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(),
     )
     with contextlib.ExitStack() as stack:
@@ -88,7 +92,7 @@ def rank_of(rank: int, world: int, *, tp=1, pp=1, vpp=None, ep=1, etp=None, cp=1
             dist.destroy_process_group()
 
 
-def chunks(vocab: int, *, tied=False, mla=False, etp=None, vpp=None, mtp=0, **config) -> list[GPTModel]:
+def chunks(vocab: int, *, tied=False, mla=False, rotary=1.0, etp=None, vpp=None, mtp=0, **config) -> list[GPTModel]:
     """What the current rank has of a model, a `GPTModel` for each virtual stage. Its values are not set."""
     state = parallel_state
     kind = MLATransformerConfig if mla else TransformerConfig
@@ -138,11 +142,18 @@ def chunks(vocab: int, *, tied=False, mla=False, etp=None, vpp=None, mtp=0, **co
             parallel_output=False,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
+            rotary_percent=rotary,
             mtp_block_spec=block,
             vp_stage=stage if vpp else None,
         )
         out.append(model.eval())
     return out
+
+
+def as_trained(model: GPTModel) -> torch.nn.Module:
+    """As megatron's training loop wraps it."""
+    wrapped = Float16Module(model.config, model)
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), wrapped)
 
 
 def fill(models: list[GPTModel], whole: dict[str, torch.Tensor], rows: int) -> None:
@@ -172,7 +183,10 @@ def fill(models: list[GPTModel], whole: dict[str, torch.Tensor], rows: int) -> N
         ).values():
             with torch.no_grad():
                 if isinstance(value, ShardedTensorFactory):
-                    for part in value.build():
+                    built = value.build()
+                    for part in built if isinstance(built, list) else [built]:
                         put(part)
+                    parts = [part.data for part in built] if isinstance(built, list) else built.data
+                    value.data.copy_(value.merge_fn(parts))
                 elif isinstance(value, ShardedTensor):
                     put(value)

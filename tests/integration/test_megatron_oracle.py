@@ -6,6 +6,7 @@ turns whole tensors into Hugging Face's, and transformers' logits say that it do
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,21 @@ pytest.importorskip("megatron.core")
 import megatron_models as mm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.layouts.megatron import MegatronSource
 from mooncake_ray.weights.layouts.ranks import Ranks
+from mooncake_ray.weights.layouts.spec import FAMILIES, ModelSpec
 from mooncake_ray.weights.layouts.stages import layers_of_stages
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import views
@@ -38,6 +49,9 @@ HF = {
     "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_key_value_heads=4, head_dim=8, **MOE),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES, num_key_value_heads=4, head_dim=8, shared_expert_intermediate_size=40, layer_types=["full_attention"] * 4, **MOE
+    ),
     "qwen2_moe": Qwen2MoeConfig(**SIZES, num_key_value_heads=8, shared_expert_intermediate_size=40, **MOE),
     "deepseek_v3": DeepseekV3Config(
         **SIZES, **LATENT, **ROUTED, num_key_value_heads=8, first_k_dense_replace=1, num_nextn_predict_layers=1
@@ -52,13 +66,15 @@ def in_megatron(name: str) -> dict:
     out |= {
         "layernorm_epsilon": 1e-5,
         "add_qkv_bias": name.startswith("qwen2"),
-        "qk_layernorm": name in ("qwen3", "qwen3_moe", "deepseek_v3"),
+        "qk_layernorm": name not in ("llama", "qwen2", "qwen2_moe"),
     }
     if name != "deepseek_v3":
         out |= {"num_query_groups": hf.num_key_value_heads, "kv_channels": getattr(hf, "head_dim", None) or 4}
-    if "moe" in name:
+    if name.startswith("qwen") and name not in ("qwen2", "qwen3"):
         out |= {"num_moe_experts": 8, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
-    if name == "qwen2_moe":
+    if name == "qwen3_next":
+        out |= {"attention_output_gate": True, "rotary": 0.25}
+    if name in ("qwen2_moe", "qwen3_next"):
         out |= {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True}
     if name == "deepseek_v3":
         out |= {
@@ -122,6 +138,10 @@ def in_layer(hf, key: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"input_layernorm.weight": value}
     if key in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):
         return {"post_attention_layernorm.weight": value}
+    if key == "self_attention.linear_qkv.weight" and hf.model_type == "qwen3_next":
+        q, gate, k, v = value.view(4, 6, 8, 32).split([2, 2, 1, 1], 1)  # 4 groups of 2 heads of 8
+        q = torch.stack([q, gate], 2)
+        return {f"self_attn.{n}_proj.weight": t.reshape(-1, 32) for n, t in zip("qkv", (q, k, v), strict=True)}
     if key.startswith("self_attention.linear_qkv."):
         groups, dim = hf.num_key_value_heads, getattr(hf, "head_dim", None) or 4
         q, k, v = value.view(groups, hf.num_attention_heads // groups + 2, dim, *value.shape[1:]).split(
@@ -148,6 +168,11 @@ def mlp(key: str, value: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
     assert key.endswith("linear_fc1.weight"), key
     gate, up = value.chunk(2)
     return {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+
+
+def spec_of(name: str):
+    """What a source is given: the config, but for norms of Qwen3-Next, which megatron can have less one only on a GPU."""
+    return replace(ModelSpec.of(HF[name]), family=FAMILIES["qwen3_moe"]) if name == "qwen3_next" else HF[name]
 
 
 def whole_model(name: str) -> dict[str, torch.Tensor]:
@@ -188,8 +213,11 @@ EXPERTS = [
     ({"tp": 4, "ep": 1, "etp": 4}, {}),
     ({"tp": 2, "ep": 4, "etp": 1, "pp": 4}, {}),
 ]
+GROUPED = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
 CASES = [(n, *layout) for n in ("llama", "qwen2", "qwen3") for layout in DENSE]
 CASES += [(n, *layout) for n in ("qwen3_moe", "qwen2_moe", "deepseek_v3") for layout in EXPERTS]
+CASES += [("qwen3_moe", layout, GROUPED) for layout, _ in EXPERTS]
+CASES += [("qwen3_next", layout, {}) for layout in ({"tp": 2, "ep": 4, "etp": 1}, {"tp": 8, "pp": 2})]
 IDS = ["-".join([n, *(f"{a}{b}" for a, b in layout.items()), *(str(v) for v in more.values())]) for n, layout, more in CASES]
 
 
@@ -206,7 +234,7 @@ def test_boxes_are_megatrons(name, layout, more):
             own = more | ({"context_parallel_size": layout["cp"]} if "cp" in layout else {})
             models = mm.chunks(-(-VOCAB // layout.get("tp", 1)) * layout.get("tp", 1), vpp=layout.get("vpp"), **in_megatron(name), **own)
             mm.fill(models, whole, PADDED)
-            check(MegatronSource(models, HF[name]), expected, seen)
+            check(MegatronSource(models, spec_of(name)), expected, seen)
     assert seen.keys() == expected.keys()
     assert all(bool(s.all()) for s in seen.values())
 
@@ -222,6 +250,8 @@ def test_logits_are_transformers(name):
         ours = model(tokens, torch.arange(9).expand(2, 9), None)
     reference = AutoModelForCausalLM.from_config(HF[name]).eval()
     state = {k: v for k, v in to_transformers(name, whole).items() if not k.startswith("model.layers.4.")}
+    if name == "qwen3_next":
+        state = {k: v - 1 if "norm" in k else v for k, v in state.items()}
     reference.load_state_dict(fused(state, reference.state_dict().keys()))
     with torch.no_grad():
         theirs = reference(tokens).logits
@@ -238,6 +268,23 @@ def fused(state: dict[str, torch.Tensor], names) -> dict[str, torch.Tensor]:
         ]
         out[name] = torch.stack([torch.cat(parts) for parts in each])
     return out
+
+
+def test_wrapped_for_training():
+    """In bfloat16, with parameters in the data-parallel wrapper's own buffers, as a trainer has them; routers' biases in float32."""
+    whole = whole_model("deepseek_v3")
+    expected = {k: v if "bias" in k else v.bfloat16() for k, v in to_transformers("deepseek_v3", whole).items()}
+    seen: dict[str, torch.Tensor] = {}
+    for rank in range(4):
+        with mm.rank_of(rank, 4, tp=2, ep=2, etp=1):
+            models = mm.chunks(62, bf16=True, params_dtype=torch.bfloat16, **in_megatron("deepseek_v3"))
+            wrapped = [mm.as_trained(model) for model in models]
+            assert next(wrapped[0].parameters()).untyped_storage().nbytes() > 4096, "one buffer for many"
+            source = MegatronSource(wrapped, HF["deepseek_v3"])
+            mm.fill(models, whole, PADDED)
+            check(source, expected, seen)
+    assert seen.keys() == expected.keys()
+    assert all(bool(s.all()) for s in seen.values())
 
 
 def test_a_wrong_config_is_told():

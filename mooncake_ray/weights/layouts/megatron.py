@@ -60,6 +60,7 @@ class MegatronSource:
             raise PlanError(f"layers of {len(layers)} chunks are given, but there are {len(self.chunks)}")
         unknown = []
         for i, chunk in enumerate(self.chunks):
+            _keep_biases(chunk)
             numbers = _numbers(chunk) if layers is None else dict(enumerate(layers[i]))
             for buffer, name, tensor in _tensors(i, chunk):
                 if is_dtensor(tensor):
@@ -103,6 +104,14 @@ def _as_built(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> ModelSpec:
         tied=tied[0] if tied else spec.tied,
         output_gate=getattr(config, "attention_output_gate", spec.output_gate),
     )
+
+
+def _keep_biases(chunk: torch.nn.Module) -> None:
+    """Routers' biases back in float32, which wrapping a model for half precision takes from them. The routers do so as well, before their first
+    batch and before they are saved: what is described must be what will be."""
+    for module in chunk.modules():
+        if (keep := getattr(module, "_maintain_float32_expert_bias", None)) is not None:
+            keep()
 
 
 def _tensors(i: int, chunk: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
