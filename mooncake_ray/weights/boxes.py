@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Ragged", "busiest", "distinct", "firsts", "meetings", "same_members"]
+__all__ = ["Ragged", "busiest", "distinct", "divided", "firsts", "meetings", "same_members"]
 
 _STEP = 1 << 21  # pairs that are looked at together: bounds the memory that looking takes
 
@@ -101,6 +101,27 @@ def same_members(row: np.ndarray, member: np.ndarray, rows: int) -> tuple[Ragged
     place = np.empty(len(sets), np.int64)
     place[by_value] = np.arange(len(sets))
     return sets.take(np.array(by_value, np.int64)), place[which]
+
+
+def divided(lo: np.ndarray, hi: np.ndarray, itemsize: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts boxes of more than `most` bytes along their outermost dimensions, into parts of about equal size.
+
+    Returns:
+        (of, lo, hi): rising int64: which box each part is of; and the parts' edges. How a box is cut depends on nothing but it and `most`.
+    """
+    of = np.arange(len(lo))
+    for dim in range(lo.shape[1]):
+        extent = hi - lo
+        parts = -(-(np.prod(extent, axis=1) * itemsize[of]) // most)
+        parts = np.clip(parts, 1, np.maximum(extent[:, dim], 1))
+        if parts.max(initial=1) == 1:
+            continue
+        i = np.repeat(np.arange(len(of)), parts)
+        n = np.arange(len(i)) - np.repeat(np.cumsum(parts) - parts, parts)
+        begin, length = lo[i, dim], extent[i, dim]
+        of, lo, hi, parts = of[i], lo[i], hi[i], parts[i]
+        lo[:, dim], hi[:, dim] = begin + n * length // parts, begin + (n + 1) * length // parts
+    return of, lo, hi
 
 
 def busiest(tensor: np.ndarray, lo: np.ndarray, tensors: int) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.balance import least_loaded
 from mooncake_ray.weights.boxes import Ragged, distinct, firsts, meetings, same_members
+from mooncake_ray.weights.demand import widened
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.publication import ALIGNMENT, Publication, cut
@@ -147,11 +148,11 @@ def deliver_plan(
     place[by_name] = np.arange(len(names), dtype=np.int32)
     ranks = tuple(names[by_name].tolist())
     d = max(publication.lo.shape[1], target.lo.shape[1])
-    regions = (publication.tensor, _widened(publication.lo, d, 0), _widened(publication.hi, d, 1))
+    regions = (publication.tensor, widened(publication.lo, d, 0), widened(publication.hi, d, 1))
 
     first, box_of = distinct([tensor_of[target.tensor], *target.lo.T, *target.hi.T])
     tensor = tensor_of[target.tensor[first]]
-    lo, hi = _widened(target.lo[first], d, 0), _widened(target.hi[first], d, 1)
+    lo, hi = widened(target.lo[first], d, 0), widened(target.hi[first], d, 1)
     itemsize = publication.itemsize[tensor] if len(tensor) else np.zeros(0, np.int64)
     nbytes = np.prod(hi - lo, axis=1) * itemsize
     found = [np.stack(pairs) for pairs in meetings((tensor, lo, hi), regions, publication.busiest)]
@@ -265,17 +266,21 @@ def _leaders(
     publication: Publication, topology: Topology, ranks: tuple[str, ...], sets: Ragged, unit_set: np.ndarray, unit_ops: np.ndarray,
     op_nbytes: np.ndarray, region: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """int32 (u): by received bytes, the longest unit first."""
+    """int32 (u): by received bytes times distance, the longest unit first."""
     nic, nics = topology.nics_of(ranks)
     done = np.concatenate([[0], np.cumsum(op_nbytes)])
     sizes = done[unit_ops[1:]] - done[unit_ops[:-1]]
-    costs = Ragged(sets.start, np.ones(len(sets.values)))
-    return least_loaded(sizes, unit_set, sets, costs, nic, np.zeros(nics))
-
-
-def _widened(places: np.ndarray, d: int, fill: int) -> np.ndarray:
-    """With as many dimensions as `d`."""
-    return np.concatenate([np.full((len(places), d - places.shape[1]), fill, np.int64), places], axis=1)
+    host, hosts = topology.hosts_of(ranks)
+    from_host, from_hosts = topology.hosts_of(publication.ranks)
+    distance = topology.distances(from_hosts, hosts)
+    if np.all(distance == distance[:, :1]):  # nobody is nearer than anybody else
+        return least_loaded(sizes, unit_set, sets, None, nic, np.zeros(nics))
+    unit = np.repeat(np.arange(len(sizes)), np.diff(unit_ops))
+    first, pair = distinct([unit, from_host[publication.owner[region]]])
+    share = np.bincount(pair, op_nbytes) / sizes[unit[first]]
+    start, far = firsts(unit[first], len(sizes)), distance[from_host[publication.owner[region[first]]]] * share[:, None]
+    each = np.add.reduceat(far, start[:-1], axis=0) if len(sizes) else far
+    return least_loaded(sizes, unit_set, sets, lambda items, members: each[items][:, host[members]], nic, np.zeros(nics))
 
 
 def _tensors(n: int) -> str:

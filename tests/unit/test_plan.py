@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.placement import Fragment, Placement, packed_strides
-from mooncake_ray.weights.plan import deliver_plan, lower, publish_plan
+from mooncake_ray.weights.plan import Topology, deliver_plan, divide, lower, publish_plan
 
 DTYPES = {"uint8": np.uint8, "bfloat16": np.uint16, "float32": np.uint32, "int64": np.uint64}
 
@@ -40,7 +42,7 @@ def grids(draw, metas, prefix):
         edges = [cuts(draw, n, draw(st.integers(1, 3))) for n in meta.shape]
         cells = [((), ())]
         for edge in edges:
-            cells = [((*lo, a), (*hi, b)) for lo, hi in cells for a, b in zip(edge, edge[1:], strict=False)]
+            cells = [((*lo, a), (*hi, b)) for lo, hi in cells for a, b in itertools.pairwise(edge)]
         for n, (lo, hi) in enumerate(cells):
             for rank in draw(st.sets(st.sampled_from(ranks), min_size=1)):
                 extent = np.array([[b - a for a, b in zip(lo, hi, strict=True)]], np.int64).reshape(1, -1)
@@ -91,18 +93,28 @@ def delivered(publication, delivery, objects):
     return units
 
 
+@st.composite
+def topologies(draw, ranks):
+    hosts = {rank: f"h{draw(st.integers(0, 2))}" for rank in draw(st.sets(st.sampled_from(ranks)))}
+    racks = {host: f"r{draw(st.integers(0, 1))}" for host in draw(st.sets(st.sampled_from(["h0", "h1", "h2"])))}
+    return Topology(hosts, racks, draw(st.integers(0, 2)))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.integers(64, 400))
 def test_what_is_read_is_what_was_asked_for(data, bucket_bytes):
     metas = data.draw(models())
     source = data.draw(grids(metas, "trainer/"))
-    target = data.draw(grids(metas, "e/"))
+    target = divide(data.draw(grids(metas, "e/")), data.draw(st.integers(1, 400)))
     tensors = wholes(metas)
-    publication = publish_plan(source, bucket_bytes=bucket_bytes)
+    topology = data.draw(st.none() | topologies([*source.ranks, *target.ranks]))
+    hint = target if data.draw(st.booleans()) else None
+    publication = publish_plan(source, topology=topology, target=hint, bucket_bytes=bucket_bytes)
     assert publication.load.sum() == sum(m.nbytes for m in metas)
-    delivery = deliver_plan(publication, target)
+    delivery = deliver_plan(publication, target, topology=topology)
     units = delivered(publication, delivery, published(publication, source, tensors))
     got = {rank: set(delivery.units_of(rank).tolist()) for rank in delivery.ranks}
+    assert sum(len(units) for units in got.values()) == sum(len(delivery.members(u)) for u in range(delivery.units))
     for f in range(len(target)):
         box = delivery.box_of[f]
         meta = target.metas[target.tensor[f]]
@@ -132,7 +144,7 @@ def test_overlap_is_refused():
 
 def test_what_nobody_has_is_refused():
     publication = publish_plan(Placement.join([whole(A, "t0", (0, 0), (4, 4)), whole(A, "t1", (5, 0), (8, 4))]))
-    with pytest.raises(PlanError, match="a; .*56 of 64 bytes"):
+    with pytest.raises(PlanError, match=r"of 1 tensor: a; .*56 of 64 bytes"):
         deliver_plan(publication, whole(A, "e0"))
 
 
