@@ -12,8 +12,8 @@ __all__ = ["divide"]
 
 
 def divide(placement: Placement, most: int = BUCKET_BYTES) -> Placement:
-    """The same placement with fragments of more than `most` bytes in parts, one after the other: what a `Delivery` should be planned for, and staged
-    boxes be copied by. Who divides one rank's fragments gets that rank's part of all fragments, divided.
+    """The same placement with fragments of more than `most` bytes in parts, one after the other: what a `Delivery` should be planned for, and
+    staged boxes be copied by. Who divides one rank's fragments gets that rank's part of all fragments, divided.
 
     Raises:
         ValueError: `most` is not positive.

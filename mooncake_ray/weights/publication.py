@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from mooncake_ray.errors import PlanError
+from mooncake_ray.weights.alike import Alike
 from mooncake_ray.weights.balance import fill, rounds
 from mooncake_ray.weights.boxes import Ragged, busiest, distinct, divided, meetings, same_members
 from mooncake_ray.weights.demand import demand
@@ -108,44 +109,46 @@ def publish_plan(
         bucket_bytes: about what an object may have at most.
 
     Raises:
-        PlanError: two boxes of the source overlap and are not the same, or hold nothing at all.
+        PlanError: two boxes of the source overlap and are not the same.
     """
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
     topology = topology or Topology()
-    names = np.array(source.ranks, object)
-    by_name = np.argsort(names, kind="stable") if len(names) else np.zeros(0, np.int64)
-    ranks = tuple(names[by_name].tolist())
-    place = np.empty(len(ranks), np.int32)
-    place[by_name] = np.arange(len(ranks), dtype=np.int32)
-    rank = place[source.rank]
-
-    first, region = distinct([source.tensor, *source.lo.T, *source.hi.T])
-    tensor, lo, hi = source.tensor[first], source.lo[first], source.hi[first]
+    ranks = Alike.of(source, source.tensor)
+    held = ranks.fragments.take(ranks.first)  # by one rank of each class
+    rows = held.values
+    first, region = distinct([source.tensor[rows], *source.lo[rows].T, *source.hi[rows].T])
+    tensor, lo, hi = source.tensor[rows[first]], source.lo[rows[first]], source.hi[rows[first]]
     _refuse_overlaps(source, tensor, lo, hi)
-    sets, which = same_members(region, rank, len(first))
+    holding = np.repeat(np.arange(len(held)), held.lengths)
+    classes, which = same_members(region, holding, len(first))
+    sets, place = ranks.ranks_of(classes)
+    which = place[which]
     itemsize = np.array([m.itemsize for m in source.metas], np.int64)
     whole, lo, hi = divided(lo, hi, itemsize[tensor], bucket_bytes)
     tensor, which = tensor[whole], which[whole]
-    metas = [m.layer for m in source.metas]
-    share = _Shares(ranks, topology, sets, which, np.array(metas, np.int64)[tensor], np.prod(hi - lo, axis=1) * itemsize[tensor], lo, hi)
+    layers = np.array([m.layer for m in source.metas], np.int64)[tensor]
+    share = _Shares(ranks.ranks, topology, sets, which, layers, np.prod(hi - lo, axis=1) * itemsize[tensor], lo, hi)
     if target is not None and len(target):
         share.toward(demand(source.metas, (tensor, lo, hi), target, topology, share.hosts))
     piece, lo, hi, owner = share.all()
-    tensor, layers, whole = tensor[piece], share.layers[piece], whole[piece]
+    tensor, layers, whole = tensor[piece], layers[piece], whole[piece]
     nbytes = np.prod(hi - lo, axis=1) * itemsize[tensor]
 
-    holder = region * len(ranks) + rank
-    order = np.argsort(holder, kind="stable")
-    fragment = order[np.searchsorted(holder[order], whole * len(ranks) + owner)]
+    # The owner's class has the region in some row; the owner has it in its own row of that number.
+    key = region * len(held) + holding
+    order = np.argsort(key, kind="stable")
+    kind = ranks.class_of[owner]
+    row = order[np.searchsorted(key[order], whole * len(held) + kind)] - held.start[kind]
+    fragment = ranks.fragments.values[ranks.fragments.start[owner] + row]
 
-    bucket, offset, order = _buckets(owner, layers, tensor, lo, nbytes, len(ranks), bucket_bytes)
+    bucket, offset, order = _buckets(owner, layers, tensor, lo, nbytes, len(ranks.ranks), bucket_bytes)
     tensor, lo, hi, owner, fragment, nbytes = (a[order] for a in (tensor, lo, hi, owner, fragment, nbytes))
     first, object_of = distinct([owner, bucket])
-    last = np.append(first[1:], len(owner)) - 1
+    last = np.append(first[1:], len(owner))[: len(first)] - 1
     return Publication(
         source.metas,
-        ranks,
+        ranks.ranks,
         bucket_bytes,
         tensor.astype(np.int32),
         lo,
