@@ -1,0 +1,342 @@
+"""The actor that takes a group from one version to the next. It moves no weights; members do, and tell it.
+
+It may be killed at any moment: Ray starts it again, members join anew and say what they have, and what was under way is begun anew by whoever
+asked for it. What must not be forgotten, the numbers of the last epoch and version, lies in Ray's key-value store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray._private import state as ray_state
+from ray._private import worker as ray_worker
+from ray.experimental import internal_kv
+
+from mooncake_ray.errors import StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
+from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync.courier import Courier
+from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
+from mooncake_ray.sync.messages import Command, Join, Manifest, Member, Report
+from mooncake_ray.sync.plans import Plans
+from mooncake_ray.sync.report import EngineStatus, GroupStatus, SyncReport
+from mooncake_ray.sync.roster import Roster, Unit
+from mooncake_ray.transfer.deadline import Deadline
+
+__all__ = ["Coordinator", "Settings"]
+
+logger = logging.getLogger("mooncake_ray")
+
+_SPACE = b"mooncake_ray"
+_POLL_S = 5.0
+_LOOK_EVERY_S = 0.5
+_CATCH_UP_S = 300.0
+_OPERATIONS = 16  # remembered
+AUTO = ("p2p", "nccl")
+"""The modes that `auto` tries, in this order."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a group."""
+
+    name: str
+    job: str
+    mode: str
+    liveness_s: float
+    """A member that has not been heard of for so long is taken for dead."""
+    bucket_bytes: int
+    ignore: tuple[str, ...]
+    verify: bool
+
+
+class Coordinator:
+    """An asynchronous actor: one loop, and one update at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._key = b"sync:" + settings.name.encode()
+        self._roster, self._mail = Roster(), Mailbox()
+        self._courier = Courier(self._mail, self._roster, Plans(settings.bucket_bytes, settings.ignore), settings.verify)
+        self._heard: dict[str, float] = {}
+        known = json.loads(internal_kv._internal_kv_get(self._key, namespace=_SPACE) or b"{}")
+        self._epoch, self._version = int(known.get("epoch", 0)), int(known.get("version", -1))
+        self._operations: dict[str, int] = known.get("operations", {})
+        self._manifests: dict[int, Manifest] = {}
+        self._updating = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._offers: dict[int, set[int]] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    # ---- members
+
+    async def join(self, what: Join) -> int:
+        """Returns the version the group is at."""
+        self._watch_from_now_on()
+        before = self._roster.join(what)
+        if before is not None:
+            self._heard.pop(before.id, None)
+            self._mail.close(before.id, f"{before} was replaced by another process")
+            self._courier.lost(before.id)
+        member = what.member
+        self._mail.open(member.id)
+        self._heard[member.id] = time.monotonic()
+        logger.info("mooncake_ray: group %s: %s joined from %s", self._settings.name, member, member.host)
+        trainers = self._roster.trainers
+        if (
+            trainers is not None
+            and trainers.whole
+            and not self._manifests
+            and (manifest := await self._courier.recall(trainers)) is not None
+        ):
+            self._manifests.setdefault(manifest.version, manifest)
+        await self._notify()
+        return self._version
+
+    async def poll(self, id: str) -> list[Command] | None:
+        """What that member is to do next; None: it is not known, and must join."""
+        self._heard[id] = time.monotonic()
+        commands = await self._mail.take(id, _POLL_S)
+        if id in self._roster:
+            self._heard[id] = time.monotonic()
+        return commands
+
+    async def answer(self, report: Report) -> None:
+        self._mail.answered(report)
+
+    async def leave(self, id: str) -> None:
+        if (member := self._roster.by_id(id)) is not None:
+            await self._lose(member, "left the group")
+
+    async def staged(self, id: str, epoch: int, unit: int, blob: Blob) -> None:
+        self._courier.staged(id, epoch, unit, blob)
+
+    async def _lose(self, member: Member, why: str) -> None:
+        logger.warning("mooncake_ray: group %s: %s %s", self._settings.name, member, why)
+        self._roster.leave(member)
+        self._heard.pop(member.id, None)
+        self._mail.close(member.id, f"{member} {why}")
+        self._courier.lost(member.id)
+        await self._notify()
+
+    def _watch_from_now_on(self) -> None:
+        if self._watcher is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Finds who is dead, and brings who is behind up to the version. Ends with the job."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            try:
+                await self._bury()
+                if not self._updating.locked() and self._behind():
+                    await self._catch_up()
+                if not self._heard and await _in_thread(_is_over, self._settings.job):
+                    internal_kv._internal_kv_del(self._key, namespace=_SPACE)
+                    os._exit(0)
+            except Exception:  # Ray's control store is away for a moment, say: whoever waits has a deadline
+                logger.exception("mooncake_ray: group %s", self._settings.name)
+
+    async def _bury(self) -> None:
+        """Loses the members that are dead."""
+        now = time.monotonic()
+        for member in self._roster:
+            if now - self._heard.get(member.id, now) > self._settings.liveness_s:
+                await self._lose(member, f"was not heard of for {self._settings.liveness_s:g} s")
+        actors = [m for m in self._roster if m.actor]
+        for member, dead in zip(actors, await _in_thread(_dead, [m.actor for m in actors]), strict=True):
+            if dead and member.id in self._roster:
+                await self._lose(member, "died")
+
+    # ---- versions
+
+    async def publish(self, version: int | None, operation: str, timeout_s: float) -> int:
+        """Has the trainers publish what they hold now; their weights may change afterwards. Returns the version's number."""
+        deadline = Deadline(timeout_s)
+        async with self._updating:
+            number = self._number(version, operation, fresh=True)
+            if number not in self._manifests:
+                await self._publish(number, deadline)
+            return number
+
+    async def offer(self, id: str, version: int | None, timeout_s: float) -> int:
+        """As `publish`, asked for by each trainer rank for itself: begins when all have."""
+        member = self._roster.by_id(id)
+        if member is None:
+            raise MemberLostError("this trainer is not in the group any more")
+        deadline = Deadline(timeout_s)
+        number = self._latest() + 1 if version is None else version
+        if version is not None and version not in self._offers and version <= self._latest():
+            raise StaleVersionError(f"version {version} is not newer than {self._latest()}, the last one of group {self._settings.name}")
+        ranks = self._offers.setdefault(number, set())
+        ranks.add(member.rank)
+        try:
+            while number not in self._manifests:
+                missing = set(range(member.world)) - ranks
+                if not missing and not self._updating.locked():
+                    async with self._updating:
+                        await self._publish(number, deadline)
+                else:
+                    await self._wait(deadline, f"version {number}: trainer ranks {sorted(missing)[:5]} have not published")
+        finally:
+            self._offers.pop(number, None)
+        return number
+
+    async def sync(self, version: int | None, operation: str, mode: str, timeout_s: float) -> SyncReport:
+        """Publishes a version unless it is, and brings every engine to it."""
+        deadline = Deadline(timeout_s)
+        async with self._updating:
+            number = self._number(version, operation, fresh=False)
+            report = SyncReport(number, mode or self._settings.mode)
+            if number not in self._manifests:
+                begin = time.monotonic()
+                await self._publish(number, deadline)
+                report.publish_s = time.monotonic() - begin
+            await self._deliver(number, report, deadline)
+            if not report.engines and report.lost:
+                raise SyncAbortedError(f"version {number}: no engine is left to have it: {report.lost}")
+            if number > self._version:
+                self._version = number
+                self._save()
+            self._forget(number)
+        await self._notify()
+        return report
+
+    def _latest(self) -> int:
+        """The newest version there is."""
+        return max([self._version, *self._manifests])
+
+    def _number(self, version: int | None, operation: str, *, fresh: bool) -> int:
+        """The version an operation is about: the same one if it is asked for again, after this actor was restarted.
+
+        `fresh`: unless said, it is one that is not published yet.
+        """
+        if operation in self._operations:
+            return self._operations[operation]
+        latest = self._latest()
+        if version is None:
+            number = latest if not fresh and latest > self._version else latest + 1
+        elif version > latest or version in self._manifests or (version == self._version and not fresh):
+            number = version
+        else:
+            raise StaleVersionError(f"version {version} is not newer than {latest}, the last one of group {self._settings.name}")
+        self._operations = dict(list(self._operations.items())[1 - _OPERATIONS :]) | {operation: number}
+        self._save()
+        return number
+
+    def _save(self) -> None:
+        state = {"epoch": self._epoch, "version": self._version, "operations": self._operations}
+        internal_kv._internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_SPACE)
+
+    def _next_epoch(self) -> int:
+        self._epoch += 1
+        self._save()
+        return self._epoch
+
+    async def _publish(self, version: int, deadline: Deadline) -> None:
+        while (trainers := self._roster.trainers) is None or not trainers.whole:
+            there = 0 if trainers is None else len(trainers.joined)
+            await self._wait(deadline, f"version {version}: {there} of {trainers.world if trainers else '?'} trainer ranks have joined")
+        self._manifests[version] = await self._courier.publish(version, trainers, self._next_epoch(), deadline)
+        await self._notify()
+
+    async def _deliver(self, version: int, report: SyncReport, deadline: Deadline, only: Sequence[str] | None = None) -> None:
+        """Brings the engines that are not at the version to it; without those that die meanwhile, and by another mode if there is one."""
+        modes = list(AUTO) if report.mode == "auto" else [report.mode]
+        while engines := [e for e in self._behind(version) if (only is None or e.name in only) and e.name not in report.lost]:
+            names = {e.name for e in engines}
+            report.mode = modes[0]
+            try:
+                await self._courier.deliver(self._manifests[version], engines, modes[0], self._next_epoch(), report, deadline)
+                return
+            except WeightSyncError as e:
+                await self._bury()
+                there = {e.name for e in self._behind(version)}
+                if gone := names - there:
+                    report.lost |= dict.fromkeys(gone, f"died: {e}")
+                elif len(modes) > 1 and not deadline.over:
+                    logger.warning("mooncake_ray: group %s: %s failed, %s is next: %s", self._settings.name, modes[0], modes[1], e)
+                    report.fallbacks.append(f"{modes.pop(0)}: {e}")
+                else:
+                    raise
+
+    def _behind(self, version: int | None = None) -> list[Unit]:
+        """Engines that are whole, not at that version (the group's), and could be."""
+        wanted = self._version if version is None else version
+        return [e for e in self._roster.engines.values() if e.whole and e.version != wanted] if wanted in self._manifests else []
+
+    async def _catch_up(self) -> None:
+        async with self._updating:
+            for name in [e.name for e in self._behind()]:
+                report = SyncReport(self._version, "auto")
+                try:
+                    await self._deliver(self._version, report, Deadline(_CATCH_UP_S), [name])
+                    logger.info("mooncake_ray: group %s: %s is at version %d now", self._settings.name, name, self._version)
+                except (WeightSyncError, TimeoutError) as e:
+                    logger.warning("mooncake_ray: group %s: %s stays behind: %s", self._settings.name, name, e)
+        await self._notify()
+
+    def _forget(self, version: int) -> None:
+        """Older versions are of no use to anybody."""
+        for old in [v for v in self._manifests if v < version]:
+            del self._manifests[old]
+        for member in self._roster.trainers.members if self._roster.trainers else ():
+            self._mail.tell(member, self._epoch, "forget", before=version)
+
+    # ---- looking
+
+    async def status(self) -> GroupStatus:
+        return GroupStatus(
+            version=self._version,
+            published=max(self._manifests, default=-1),
+            epoch=self._epoch,
+            trainers=0 if self._roster.trainers is None else len(self._roster.trainers.joined),
+            engines={e.name: EngineStatus(e.version, e.state, len(e.joined), e.world) for e in self._roster.engines.values()},
+            moved_bytes=self._courier.moved,
+            total_bytes=self._courier.total,
+        )
+
+    async def wait_for(self, version: int, engines: list[str] | None, timeout_s: float) -> int:
+        """Until those engines (all that there are) serve that version, or a newer one. Returns the oldest that one of them serves."""
+        deadline = Deadline(timeout_s)
+        while True:
+            there = self._roster.engines
+            versions = {name: there[name].version if name in there else -1 for name in (there if engines is None else engines)}
+            if versions and min(versions.values()) >= version:
+                return min(versions.values())
+            behind = {name: v for name, v in versions.items() if v < version}
+            await self._wait(deadline, f"version {version}: engines behind, and at: {dict(list(behind.items())[:5]) or 'there are none'}")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait(self, deadline: Deadline, what: str) -> None:
+        """Until something changed. Raises SyncTimeoutError."""
+        left = deadline.at - time.monotonic()
+        if left <= 0:
+            raise SyncTimeoutError(f"{what} (waited {deadline.timeout_s:g} s)")
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left, 1.0))
+
+
+async def _in_thread(function: Any, *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
+def _dead(actors: list[str]) -> list[bool]:
+    return [ray_state.actors(actor).get("State") == "DEAD" for actor in actors]
+
+
+def _is_over(job: str) -> bool:
+    """Whether that job has ended."""
+    jobs: Any = ray_worker.global_worker.gcs_client.get_all_job_info(job_or_submission_id=job)
+    return all(info.is_dead for info in jobs.values())

@@ -1,0 +1,210 @@
+"""One version's way, step by step: trainers publish it, engines stage it, what they have is compared, engines take it over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mooncake_ray.errors import ChecksumError, PlanError, StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
+from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
+from mooncake_ray.sync.messages import Manifest, Member, Published
+from mooncake_ray.sync.plans import Plans, Route, check
+from mooncake_ray.sync.report import SyncReport
+from mooncake_ray.sync.roster import Roster, Unit
+from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.plan import Publication
+
+__all__ = ["Courier"]
+
+_OWN_KINDS = (ChecksumError, PlanError, SyncTimeoutError, StaleVersionError)
+
+
+class Courier:
+    """For coroutines of one loop, one update at a time."""
+
+    def __init__(self, mail: Mailbox, roster: Roster, plans: Plans, verify: bool) -> None:
+        self._mail, self._roster, self._plans, self._verify = mail, roster, plans, verify
+        self._epoch = -1
+        self._followers: dict[int, list[Member]] = {}
+        self._leads: dict[str, set[int]] = {}  # by member: units it has not got yet
+        self.moved = self.total = 0
+        """Bytes of the units that are staged, and of all."""
+
+    # ---- publishing
+
+    async def publish(self, version: int, trainers: Unit, epoch: int, deadline: Deadline) -> Manifest:
+        """Has each trainer rank publish what it owns.
+
+        Raises:
+            WeightSyncError: one could not; none has kept anything of it.
+        """
+        origin, plan = await _in_thread(self._plans.origin, trainers.placement)
+        publication = origin.publication
+        what = {"version": version, "plan": plan, "digest": publication.digest}
+        values, errors = await self._mail.ask(trainers.members, epoch, "publish", _left(deadline, "publishing"), lambda _: what)
+        if errors:
+            for member in trainers.members:
+                self._mail.tell(member, epoch, "withdraw", version=version)
+            raise _together(f"version {version} was not published", errors)
+        for member, published in values.items():
+            self._roster.note(member, published=published)
+        return manifest_of(version, publication, {m.name: v for m, v in values.items()})
+
+    async def recall(self, trainers: Unit) -> Manifest | None:
+        """The version that all trainers have published, by what they said when they joined."""
+        parts = {join.member.name: join.published for join in trainers.joined.values() if join.published is not None}
+        same = {(p.version, p.plan) for p in parts.values()}
+        if len(parts) != trainers.world or len(same) != 1:
+            return None
+        version, plan = same.pop()
+        origin, _ = await _in_thread(self._plans.origin, trainers.placement)
+        return manifest_of(version, origin.publication, parts) if origin.publication.digest == plan else None
+
+    # ---- delivering
+
+    async def deliver(
+        self, manifest: Manifest, engines: Sequence[Unit], mode: str, epoch: int, report: SyncReport, deadline: Deadline
+    ) -> None:
+        """Brings engines to a version. Those that die meanwhile are left out, and noted in the report as lost.
+
+        Raises:
+            WeightSyncError: nothing has changed for any engine.
+        """
+        begin = time.monotonic()
+        trainers = self._roster.trainers
+        if trainers is None or not trainers.whole:
+            raise SyncAbortedError(f"version {manifest.version}: the trainers that published it are gone")
+        origin, source = await _in_thread(self._plans.origin, trainers.placement)
+        if origin.publication.digest != manifest.plan:
+            raise StaleVersionError(f"version {manifest.version} was published by trainers of another layout")
+        route, plan = await _in_thread(self._plans.route, origin.publication, [e.placement for e in engines])
+        report.plan_s += time.monotonic() - begin
+        engine_of = {m: e for e in engines for m in e.members}
+        self._note_units(epoch, route, engine_of)
+        begin = time.monotonic()
+        what = {"manifest": manifest, "origin": source, "route": plan, "digest": route.delivery.digest}
+        try:
+            if mode == "nccl":
+                prepared, errors = await self._broadcast(epoch, trainers, list(engine_of), what, route.delivery.ranks, deadline)
+            else:
+                prepared, errors = await self._mail.ask(engine_of, epoch, "stage", _left(deadline, "staging"), lambda _: what)
+            lost = {engine_of[m].name: str(e) for m, e in errors.items() if isinstance(e, MemberLostError) and m in engine_of}
+            failed = {m: e for m, e in errors.items() if m not in engine_of or engine_of[m].name not in lost}
+            if failed:
+                raise _together(f"version {manifest.version} was not staged", failed)
+            ready = [e for e in engines if e.name not in lost]
+            if self._verify:
+                staged = {m.name: v for m, v in prepared.items()}
+                for engine in ready:
+                    await _in_thread(
+                        check, origin.publication, route, manifest.digests, staged, [m.name for m, e in engine_of.items() if e is engine]
+                    )
+        except BaseException:
+            for member in (*engine_of, *trainers.members):
+                self._mail.tell(member, epoch, "abort")
+            raise
+        report.stage_s += time.monotonic() - begin
+        report.lost.update(lost)
+        report.nbytes += self.total
+        await self._commit(manifest.version, engine_of, [e.name for e in ready], epoch, report, deadline)
+
+    async def _broadcast(
+        self, epoch: int, trainers: Unit, engines: Sequence[Member], what: dict[str, Any], ranks: Sequence[str], deadline: Deadline
+    ) -> tuple[dict[Member, Any], dict[Member, WeightSyncError]]:
+        """Has the trainers send and the engines receive. Returns what the engines answered, and everybody's errors."""
+        met, errors = await self._mail.ask(trainers.members[:1], epoch, "meet", _left(deadline, "meeting"))
+        if errors:
+            return {}, errors
+        (meeting,) = met.values()
+        said = {"meeting": meeting, "version": what["manifest"].version, "receivers": len(ranks)}
+        left = _left(deadline, "the broadcast")
+        (_, failed), (prepared, errors) = await asyncio.gather(
+            self._mail.ask(trainers.members, epoch, "broadcast", left, lambda _: said),
+            self._mail.ask(engines, epoch, "stage", left, lambda m: what | {"meeting": meeting, "seat": ranks.index(m.name)}),
+        )
+        return prepared, failed | errors
+
+    async def _commit(
+        self, version: int, engine_of: Mapping[Member, Unit], ready: list[str], epoch: int, report: SyncReport, deadline: Deadline
+    ) -> None:
+        """Every rank of an engine applies; the engine serves again when all of them have."""
+        begin = time.monotonic()
+        taking = [m for m, e in engine_of.items() if e.name in ready]
+        for member in engine_of.keys() - set(taking):
+            self._mail.tell(member, epoch, "abort")
+        paused, errors = await self._mail.ask(taking, epoch, "commit", _left(deadline, "the commit"), lambda _: {"version": version})
+        for member in errors:
+            self._roster.note(member, state="poisoned")
+        bad = {engine_of[m].name: str(e) for m, e in errors.items()}
+        whole = [m for m in taking if engine_of[m].name not in bad]
+        resumed, errors = await self._mail.ask(whole, epoch, "resume", _left(deadline, "resuming"))
+        bad.update((engine_of[m].name, str(e)) for m, e in errors.items())
+        for member in whole:
+            if engine_of[member].name not in bad:
+                self._roster.note(member, version=version, state="serving")
+        report.commit_s += time.monotonic() - begin
+        report.pause_s = max([report.pause_s, *paused.values(), *resumed.values()])
+        report.lost.update(bad)
+        report.engines += [name for name in ready if name not in bad]
+
+    # ---- units that several ranks want
+
+    def _note_units(self, epoch: int, route: Route, members: Iterable[Member]) -> None:
+        delivery, by_name = route.delivery, {m.name: m for m in members}
+        ranks = [by_name[name] for name in delivery.ranks]
+        self._epoch, self.moved, self.total = epoch, 0, int(delivery.unit_nbytes.sum())
+        self._followers, self._leads = {}, {m.id: set() for m in ranks}
+        for unit in range(delivery.units):
+            leader = delivery.leader[unit]
+            self._leads[ranks[leader].id].add(unit)
+            self._followers[unit] = [ranks[r] for r in delivery.members(unit).tolist() if r != leader]
+
+    def staged(self, id: str, epoch: int, unit: int, blob: Blob) -> None:
+        """A leader has a unit: the others get it from there."""
+        if epoch == self._epoch and unit in self._leads.get(id, ()):
+            self._leads[id].discard(unit)
+            self.moved += blob.nbytes
+            self._tell_followers(unit, blob)
+
+    def lost(self, id: str) -> None:
+        """What a member leads and has not got, the others get from the trainers."""
+        for unit in self._leads.pop(id, ()):
+            self._tell_followers(unit, None)
+
+    def _tell_followers(self, unit: int, blob: Blob | None) -> None:
+        for member in self._followers.get(unit, ()):
+            self._mail.tell(member, self._epoch, "unit", unit=unit, blob=blob)
+
+
+def manifest_of(version: int, publication: Publication, parts: Mapping[str, Published]) -> Manifest:
+    """Of what each rank has published."""
+    blobs: dict[int, Blob] = {}
+    digests = np.zeros(len(publication.tensor), np.uint64)
+    for rank, part in parts.items():
+        blobs.update(part.blobs)
+        digests[publication.owner == publication.ranks.index(rank)] = part.digests
+    return Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))), digests)
+
+
+async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
+def _left(deadline: Deadline, what: str) -> float:
+    left = deadline.at - time.monotonic()
+    if left <= 0:
+        raise SyncTimeoutError(f"{what}: not done within {deadline.timeout_s:g} s")
+    return left
+
+
+def _together(what: str, errors: Mapping[Member, WeightSyncError]) -> WeightSyncError:
+    """One error for those of several members, of the kind they have in common."""
+    text = "; ".join(f"{m}: {e}" for m, e in list(errors.items())[:3])
+    kinds = {type(e) for e in errors.values()}
+    kind = kinds.pop() if len(kinds) == 1 else SyncAbortedError
+    return (kind if kind in _OWN_KINDS else SyncAbortedError)(f"{what} ({len(errors)} ranks failed): {text}")

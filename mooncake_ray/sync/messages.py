@@ -1,0 +1,111 @@
+"""What a group's coordinator and its members tell each other. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from mooncake_ray.errors import WeightSyncError
+from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.weights.placement import Placement
+
+__all__ = ["Command", "Join", "Manifest", "Member", "Published", "Report", "State", "rank_name"]
+
+Role = Literal["trainer", "engine"]
+State = Literal["joined", "serving", "poisoned"]
+"""Of an engine's rank: without weights of any version; with some; with what must not be served."""
+
+
+def rank_name(unit: str, rank: int) -> str:
+    """How placements name a rank: "e0/1"."""
+    return f"{unit}/{rank}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of the trainers, or of an engine."""
+
+    id: str
+    """Drawn anew by every process, so that nobody is taken for who was there before."""
+    role: Role
+    unit: str
+    """The engine's name; "trainer"."""
+    rank: int
+    world: int
+    """Ranks of the trainers, or of that engine."""
+    host: str
+    """Address of its node."""
+    actor: str
+    """ID of its Ray actor in hex; "" for a process that is none."""
+
+    @property
+    def name(self) -> str:
+        return rank_name(self.unit, self.rank)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Published:
+    """What one trainer rank has published of a version."""
+
+    version: int
+    plan: str
+    """Digest of the publication."""
+    blobs: Mapping[int, Blob]
+    """By number of the object in the publication: those this rank owns."""
+    digests: np.ndarray
+    """uint64: content digest of each of its regions, in the publication's order of them."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Join:
+    """Asks to be a member, and says what the process has."""
+
+    member: Member
+    placement: Placement
+    published: Published | None = None
+    """Of a trainer."""
+    version: int = -1
+    """Of an engine: what it serves; -1: nothing that a group has given it."""
+    state: State = "joined"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A published version: a snapshot of the model, one copy, spread over the trainers' nodes."""
+
+    version: int
+    plan: str
+    blobs: tuple[Blob, ...]
+    """By number of the object in the publication."""
+    digests: np.ndarray
+    """uint64 (regions)."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a member is to do. Carried out one after the other, but for `abort` and what is `told`."""
+
+    number: int
+    """Answered under it; -1: not answered."""
+    epoch: int
+    what: str
+    timeout_s: float
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answer to a command."""
+
+    member: str
+    """Its id."""
+    number: int
+    value: Any = None
+    error: WeightSyncError | None = None

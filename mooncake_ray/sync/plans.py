@@ -1,0 +1,131 @@
+"""The plans a coordinator has made, and what it checks with them. Members get each once, as a blob."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mooncake_ray.errors import ChecksumError, SyncAbortedError
+from mooncake_ray.objects import blobs
+from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.weights.placement import Placement
+from mooncake_ray.weights.plan import Delivery, Publication, deliver_plan, publish_plan
+
+__all__ = ["Origin", "Plans", "Route", "check", "load"]
+
+_ROOM_S = 60.0
+_MOST = 8  # deliveries that are kept
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """How trainers publish."""
+
+    publication: Publication
+    spans: Mapping[str, tuple[int, int]]
+    """Which fragments of the joined source are a rank's: from, to."""
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How a publication gets to some engines."""
+
+    delivery: Delivery
+    spans: Mapping[str, tuple[int, int]]
+    """Which fragments of the joined target are a rank's: from, to."""
+
+    def boxes(self, rank: str) -> np.ndarray:
+        """int64: the boxes that rank wants, each once, rising."""
+        first, last = self.spans[rank]
+        return np.unique(self.delivery.box_of[first:last])
+
+
+def load(blob: Blob) -> Origin | Route:
+    return pickle.loads(blobs.view(blob))
+
+
+def _stored(plan: Origin | Route) -> Blob:
+    data = np.frombuffer(pickle.dumps(plan, protocol=5), np.uint8)
+
+    def fill(out: np.ndarray) -> None:
+        out[:] = data
+
+    return blobs.write(len(data), fill, timeout_s=_ROOM_S, note="plan")
+
+
+def _spans(joined: Placement) -> dict[str, tuple[int, int]]:
+    """Joined placements have their ranks' fragments one after the other."""
+    ends = np.cumsum([0, *np.bincount(joined.rank, minlength=len(joined.ranks))]).tolist()
+    return {rank: (ends[i], ends[i + 1]) for i, rank in enumerate(joined.ranks)}
+
+
+class Plans:
+    """Makes each once. Used by one thread at a time."""
+
+    def __init__(self, bucket_bytes: int, ignore: Collection[str]) -> None:
+        self._bucket_bytes, self._ignore = bucket_bytes, ignore
+        self._origin: tuple[str, Origin, Blob] | None = None
+        self._routes: dict[tuple[str, ...], tuple[Route, Blob]] = {}
+
+    def origin(self, source: Placement) -> tuple[Origin, Blob]:
+        if self._origin is None or self._origin[0] != source.digest:
+            origin = Origin(publish_plan(source, bucket_bytes=self._bucket_bytes), _spans(source))
+            if self._origin is not None:
+                blobs.drop([self._origin[2]])
+            self._origin = (source.digest, origin, _stored(origin))
+        return self._origin[1:]
+
+    def route(self, publication: Publication, targets: Sequence[Placement]) -> tuple[Route, Blob]:
+        key = (publication.digest, *(t.digest for t in targets))
+        if key not in self._routes:
+            joined = Placement.join(targets)
+            delivery = deliver_plan(publication, joined, ignore=self._ignore)
+            route = Route(delivery, _spans(joined))
+            while len(self._routes) >= _MOST:
+                blobs.drop([self._routes.pop(next(iter(self._routes)))[1]])
+            self._routes[key] = route, _stored(route)
+        return self._routes[key]
+
+
+def check(publication: Publication, route: Route, digests: np.ndarray, prepared: Mapping[str, np.ndarray], engine: Sequence[str]) -> int:
+    """Compares what one engine has staged with what was published, tensor by tensor.
+
+    Args:
+        digests: uint64: of each region of the publication.
+        prepared: For each rank of that engine (by name), uint64: the digests of its boxes.
+        engine: Names of its ranks.
+
+    Returns how many tensors could be compared: those whose boxes do not overlap (rows of block scales at a cut may).
+
+    Raises:
+        ChecksumError: ranks that want the same differ, or the sum over a tensor's boxes is not that over its regions.
+    """
+    delivery = route.delivery
+    found = np.zeros(len(delivery.tensor), np.uint64)
+    seen = np.zeros(len(delivery.tensor), bool)
+    for rank in engine:
+        boxes, got = route.boxes(rank), prepared[rank]
+        if len(boxes) != len(got):
+            raise SyncAbortedError(f"{rank} has staged {len(got)} boxes of {len(boxes)}")
+        twice = seen[boxes]
+        if (differ := twice & (found[boxes] != got)).any():
+            raise ChecksumError(_message(publication, delivery.tensor[boxes[differ]], f"{rank} has other bytes than another rank"))
+        found[boxes], seen[boxes] = got, True
+    tensors = len(publication.metas)
+    held = np.bincount(delivery.tensor[seen], weights=delivery.nbytes[seen].astype(np.float64), minlength=tensors)
+    whole = np.bincount(publication.tensor, weights=publication.nbytes.astype(np.float64), minlength=tensors)
+    wanted, got = np.zeros(tensors, np.uint64), np.zeros(tensors, np.uint64)
+    np.add.at(wanted, publication.tensor, digests)
+    np.add.at(got, delivery.tensor[seen], found[seen])
+    comparable = (held == whole) & (held > 0)
+    if (wrong := comparable & (wanted != got)).any():
+        raise ChecksumError(_message(publication, np.flatnonzero(wrong), "what arrived is not what was published"))
+    return int(comparable.sum())
+
+
+def _message(publication: Publication, tensors: np.ndarray, what: str) -> str:
+    names = [publication.metas[t].name for t in np.unique(tensors).tolist()]
+    return f"{len(names)} tensors: {what}: {', '.join(names[:3])}"

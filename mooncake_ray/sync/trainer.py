@@ -1,0 +1,148 @@
+"""A trainer's rank: publishes what it owns of each version, and keeps it until the next is everywhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from mooncake_ray.errors import PlanError, SyncAbortedError
+from mooncake_ray.objects import blobs
+from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync.collective import Host, Meeting, Ring, broadcast, broadcast_order
+from mooncake_ray.sync.member import Agent, this_member
+from mooncake_ray.sync.messages import Command, Join, Published
+from mooncake_ray.sync.plans import Origin, load
+from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.placement import Placement
+from mooncake_ray.weights.shard import Shard, views
+
+__all__ = ["Trainer"]
+
+logger = logging.getLogger("mooncake_ray")
+
+TRAINER = "trainer"
+
+
+class Trainer(Agent):
+    """Lives in the trainer rank's process for as long as that trains. Its weights are read while `publish` (or the group's `publish` or
+    `sync`) is under way, and at no other time."""
+
+    def __init__(self, find: Callable[[], Any], shard: Shard, rank: int, world: int, *, timeout_s: float) -> None:
+        super().__init__(find, this_member(TRAINER, TRAINER, rank, world))
+        self._shard = shard
+        self._placement = Placement.of(self.member.name, shard.fragments())
+        self._plan: tuple[Origin, np.ndarray] | None = None
+        self._kept: dict[int, Published] = {}
+        self._host: Host | None = None
+        self.start(timeout_s)
+
+    def describe(self) -> Join:
+        newest = self._kept[max(self._kept)] if self._kept else None
+        return Join(self.member, self._placement, newest)
+
+    def publish(self, version: int | None = None, *, timeout_s: float = 300.0) -> int:
+        """Publishes this rank's weights; every rank of the trainers calls it. Returns the version, when the copy of all ranks is made:
+        training may go on while engines still receive.
+
+        Raises:
+            StaleVersionError: `version` is not newer than the last.
+            SyncTimeoutError: another rank has not called it in time.
+            StoreFullError: the pool has no room for the copy.
+        """
+        return self.call("offer", self.member.id, version, timeout_s, timeout_s=timeout_s + 5.0)
+
+    def close(self) -> None:
+        super().close()
+        blobs.drop(b for kept in self._kept.values() for b in kept.blobs.values())
+
+    def do_publish(self, command: Command) -> Published:
+        version = command.arguments["version"]
+        if version in self._kept:  # asked for again, by a coordinator that was restarted
+            if self._kept[version].plan == command.arguments["digest"]:
+                return self._kept[version]
+            self._drop(version)
+        begin = time.monotonic()
+        origin, mine = self._origin(command.arguments["plan"], command.arguments["digest"])
+        publication = origin.publication
+        sources = list(views(self._own(origin, mine), self._shard.buffers()))
+        made: dict[int, Blob] = {}
+        try:
+            for number in np.unique(publication.object_of[mine]).tolist():
+                self.check(command.epoch)
+                of = np.flatnonzero(publication.object_of[mine] == number)
+                nbytes = int(publication.object_nbytes[number])
+
+                def fill(out: np.ndarray, of: np.ndarray = of) -> None:
+                    pack(out, [sources[i] for i in of.tolist()], publication.offset[mine[of]])
+
+                made[number] = blobs.write(nbytes, fill, timeout_s=command.timeout_s, note=f"weights, version {version}")
+        except BaseException:
+            blobs.drop(made.values())
+            raise
+        published = Published(version, publication.digest, made, np.zeros(len(mine), np.uint64), time.monotonic() - begin)
+        self._kept[version] = published
+        return published
+
+    def do_meet(self, command: Command) -> Meeting:
+        """Opens the place where the ranks of a broadcast find each other, until the next."""
+        self._host = Host(self.member.host, f"{self.member.id}/{command.epoch}", command.timeout_s)
+        return self._host.meeting
+
+    def do_broadcast(self, command: Command) -> None:
+        """Sends what it has published to all ranks of the engines."""
+        if self._plan is None or (kept := self._kept.get(command.arguments["version"])) is None or not kept.blobs:
+            return
+        publication, deadline = self._plan[0].publication, Deadline(command.timeout_s)
+        me = publication.ranks.index(self.member.name)
+        device = next((t.device for t in self._shard.buffers().values()), torch.device("cpu"))
+        ring = Ring(command.arguments["meeting"], me, 0, 1 + command.arguments["receivers"], self.member.host, device, deadline)
+        try:
+            mine = [n for n in broadcast_order(publication) if n in kept.blobs]
+            objects = [blobs.view(kept.blobs[n]) for n in mine]
+            broadcast(ring, objects, device, deadline, lambda: self.check(command.epoch))
+        finally:
+            ring.close()
+
+    def hear(self, command: Command) -> None:
+        if command.what == "forget":
+            for version in [v for v in self._kept if v < command.arguments["before"]]:
+                self._drop(version)
+        elif command.what == "withdraw":
+            self._drop(command.arguments["version"])
+
+    def _drop(self, version: int) -> None:
+        if (kept := self._kept.pop(version, None)) is not None:
+            blobs.drop(kept.blobs.values())
+
+    def _origin(self, blob: Blob, digest: str) -> tuple[Origin, np.ndarray]:
+        """The plan, and which of its regions this rank owns."""
+        if self._plan is None or self._plan[0].publication.digest != digest:
+            origin = load(blob)
+            if not isinstance(origin, Origin) or origin.publication.digest != digest:
+                raise PlanError(f"{self.member} got a plan with another digest than the coordinator's {digest[:16]}")
+            self._plan = origin, np.flatnonzero(origin.publication.owner == origin.publication.ranks.index(self.member.name))
+        return self._plan
+
+    def _own(self, origin: Origin, mine: np.ndarray) -> Placement:
+        """The regions that this rank owns, in their order, where they lie in its buffers."""
+        p, plan = self._placement, origin.publication
+        at = plan.fragment[mine] - origin.spans[self.member.name][0]
+        if len(at) and not (at.min() >= 0 and at.max() < len(p)):
+            raise SyncAbortedError(f"{self.member}: the plan was made for another placement")
+        d = p.lo.shape[1]
+        lo, hi = plan.lo[mine][:, -d:], plan.hi[mine][:, -d:]
+        offset = p.offset[at] + ((lo - p.lo[at]) * p.strides[at]).sum(axis=1)
+        return Placement(p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], lo, hi, p.buffer[at], offset, p.strides[at])
+
+
+def pack(out: np.ndarray, sources: list[torch.Tensor], offsets: np.ndarray) -> None:
+    """Copies tensors into `out` (uint8), each packed at its offset."""
+    whole = torch.from_numpy(out)
+    for source, offset in zip(sources, offsets.tolist(), strict=True):
+        place = whole[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
+        place.copy_(source.detach())

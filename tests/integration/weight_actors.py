@@ -1,0 +1,99 @@
+"""Actors that train and serve a tiny model in parts. What the whole of it is, for each version, everybody can work out."""
+
+from __future__ import annotations
+
+import ray
+import torch
+
+HIDDEN, INNER, VOCAB, LAYERS = 16, 24, 48, 3
+
+
+def model(seed: int) -> dict[str, torch.Tensor]:
+    """The whole of it, as nobody holds it."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def of(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw).to(torch.bfloat16)
+
+    out = {"model.embed_tokens.weight": of(VOCAB, HIDDEN), "model.norm.weight": of(HIDDEN), "lm_head.weight": of(VOCAB, HIDDEN)}
+    for n in range(LAYERS):
+        at = f"model.layers.{n}."
+        out[at + "mlp.up_proj.weight"] = of(INNER, HIDDEN)
+        out[at + "mlp.down_proj.weight"] = of(HIDDEN, INNER)
+        out[at + "input_layernorm.weight"] = of(HIDDEN)
+    return out
+
+
+def cut(whole: dict[str, torch.Tensor], rank: int, world: int):
+    """One rank's part, and for each tensor of it the shape of the whole and where it begins in that."""
+    parts, boxes = {}, {}
+    for name, tensor in whole.items():
+        dim = 1 if "down_proj" in name else 0 if "up_proj" in name or "embed" in name or "lm_head" in name else None
+        lo = [0] * tensor.dim()
+        if dim is not None:
+            n = tensor.shape[dim] // world
+            tensor, lo[dim] = tensor.narrow(dim, rank * n, n), rank * n
+        parts[name], boxes[name] = tensor.clone(), (tuple(whole[name].shape), tuple(lo))
+    return parts, boxes
+
+
+class _Rank:
+    def __init__(self, group, name: str, rank: int, tp: int) -> None:
+        import mooncake_ray
+        from mooncake_ray.weights.source import StateDictSource
+
+        mooncake_ray.install()
+        self.rank, self.tp = rank, tp
+        self.parts, boxes = cut(model(-1), rank, tp)
+        self.shard = StateDictSource(self.parts, boxes)
+        self.member = self.join(group, name)
+
+    def ready(self) -> bool:
+        return True
+
+
+@ray.remote(num_cpus=0)
+class TrainerRank(_Rank):
+    def join(self, group, name):
+        return group.trainer(self.shard, self.rank, self.tp)
+
+    def train(self, seed: int) -> None:
+        """Its weights are now those of that seed."""
+        for name, tensor in cut(model(seed), self.rank, self.tp)[0].items():
+            self.parts[name].copy_(tensor)
+
+
+@ray.remote(num_cpus=0)
+class EngineRank(_Rank):
+    def join(self, group, name):
+        return group.engine(_Adapter(self.shard), name, self.rank, self.tp)
+
+    def has(self, seed: int) -> bool:
+        want = cut(model(seed), self.rank, self.tp)[0]
+        return all(torch.equal(want[name].view(torch.int16), self.parts[name].view(torch.int16)) for name in want)
+
+
+class _Adapter:
+    weight_version, poisoned = None, ""
+
+    def __init__(self, shard) -> None:
+        self._shard = shard
+
+    def shard(self):
+        return self._shard
+
+    def pause(self):
+        pass
+
+    resume = start_weight_update = abort_weight_update = pause
+
+    def update_weights(self, info):
+        from mooncake_ray.weights.placement import Placement
+        from mooncake_ray.weights.shard import views
+
+        targets = list(views(Placement.of("x", self._shard.fragments()), self._shard.buffers()))
+        for i, piece in info["pieces"]:
+            targets[i].copy_(piece)
+
+    def finish_weight_update(self, version):
+        self.weight_version = version
