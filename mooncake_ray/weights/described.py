@@ -18,7 +18,7 @@ from mooncake_ray.weights.models import Config, Tensor, tensors_of
 from mooncake_ray.weights.placement import Placement, packed_strides
 from mooncake_ray.weights.topology import Topology
 
-__all__ = ["Parallel", "described", "on_hosts"]
+__all__ = ["Parallel", "described", "joined", "on_hosts"]
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,10 @@ def described(config: Config, parallel: Parallel, *, engine: bool, dtype: str | 
 
 def on_hosts(ranks: Sequence[str], each: int, name: str, racks: int = 0) -> tuple[dict[str, str], dict[str, str]]:
     """(host of each rank, rack of each host): `each` ranks a host, and `racks` hosts a rack (0: no racks)."""
-    hosts = {rank: f"{name}-{i // each}" for i, rank in enumerate(ranks)}
-    numbers = range(-(-len(ranks) // each))
-    return hosts, {f"{name}-{n}": f"rack of {name}-{n // racks * racks}" for n in numbers} if racks else {}
+    n = -(-len(ranks) // each)
+    names = [f"{name}-{i:0{len(str(max(0, n - 1)))}}" for i in range(n)]  # so that they sort
+    hosts = {rank: names[i // each] for i, rank in enumerate(ranks)}
+    return hosts, {host: f"rack of {names[i // racks * racks]}" for i, host in enumerate(names)} if racks else {}
 
 
 def joined(*parts: tuple[dict[str, str], dict[str, str]], nics: int = 0) -> Topology:
