@@ -14,7 +14,7 @@ from megatron_cut import Cut, as_module
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.layouts.megatron import MegatronSource
 from mooncake_ray.weights.layouts.ranks import Ranks
-from mooncake_ray.weights.layouts.spec import ModelSpec
+from mooncake_ray.weights.layouts.spec import Latent, ModelSpec
 from mooncake_ray.weights.layouts.stages import layers_of_stages
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, views
@@ -70,7 +70,7 @@ def models(draw):
         "ep": ep if kind != "qwen3" else 1,
         "etp": etp if kind != "qwen3" else tp,
         "gate": gate,
-        "mtp": draw(st.integers(0, 1)) if latent else 0,
+        "mtp": draw(st.integers(0, 2)) if latent else 0,
     }
     build |= {
         "experts": draw(st.sampled_from(["te", "sequential", "grouped"])),
@@ -218,6 +218,17 @@ def test_configs():
         ModelSpec.of({k: v for k, v in DENSE.items() if k != "vocab_size"})
     mixtral = ModelSpec.of(DENSE | {"model_type": "mixtral", "num_local_experts": 2})
     assert (mixtral.experts, mixtral.expert_ffn, mixtral.family.expert) == (2, 6, "block_sparse_moe.experts.{}")
+
+
+def test_a_config_as_its_file_has_it():
+    """Kimi-K2's, of which only what matters here."""
+    k2 = {"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64}
+    k2 |= {"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 384, "n_shared_experts": 1, "vocab_size": 163840}
+    k2 |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    k2 |= {"tie_word_embeddings": False, "num_nextn_predict_layers": 0}
+    spec = ModelSpec.of(k2)
+    assert (spec.experts, spec.expert_ffn, spec.shared_ffn, spec.latent) == (384, 2048, 2048, Latent(1536, 512, 128, 64, 128))
+    assert (spec.aliases, spec.output_names) == ({}, ("lm_head.weight",))
 
 
 def test_norms_that_are_stored_otherwise_are_told():

@@ -66,6 +66,14 @@ def test_vllm_56689_tied_names_are_not_dropped():
     assert rows["head.weight"].buffer == rows["embed.weight"].buffer == "embed.weight"
 
 
+def test_modules_that_are_there_twice_have_both_names():
+    shared = torch.nn.Linear(2, 3)
+    module = torch.nn.ModuleDict({"a": shared, "b": shared})
+    source = ModuleSource(module)
+    assert source.aliases == {"b.weight": "a.weight", "b.bias": "a.bias"}
+    equal(assembled(source), dict(module.state_dict()))
+
+
 def test_replaced_parameters_are_seen():
     module = torch.nn.Linear(3, 2)
     source = ModuleSource(module)
