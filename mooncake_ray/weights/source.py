@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.dtensor import Part, parts_of
@@ -41,6 +42,7 @@ def unwrapped(name: str) -> str:
 
 class ModuleSource:
     """The parameters and the persistent buffers of a module, where they are. Plain tensors, and DTensors (FSDP2, HSDP, tensor parallelism).
+    Of a `DistributedDataParallel`, the module in it.
 
     A `Shard`, so a target as well. Tied parameters keep all their names, over one storage. What a buffer is now is looked up at every
     `buffers()`, so an optimizer or a reload may replace tensors, as long as dtype, shape and strides stay.
@@ -60,12 +62,12 @@ class ModuleSource:
             PlanError: a name is not in the mapping `names`, two tensors have the same canonical name, a slice is not within its tensor, or a
                 tensor cannot be moved as it is.
         """
-        self.module = module
+        self.module = module.module if isinstance(module, DistributedDataParallel) else module
         self.aliases: dict[str, str] = {}
         self._held = Held()
         first: dict[int, tuple[str, tuple[str, ...]]] = {}
         taken: dict[str, str] = {}
-        for own, tensor in held_tensors(module):
+        for own, tensor in held_tensors(self.module):
             named = _canonical(names, own)
             if named is None:
                 continue

@@ -308,6 +308,18 @@ def test_wrapped_for_training():
     assert all(bool(s.all()) for s in seen.values())
 
 
+def test_what_the_trainer_decides_is_as_it_decides():
+    """Whether the output layer is the embedding, and whether there is multi-token prediction, whatever the config on the hub says."""
+    with mm.rank_of(0, 1):
+        untied = MegatronSource(mm.chunks(VOCAB, **in_megatron("qwen3") | {"tied": False}), HF["qwen3"])
+        tied = MegatronSource(mm.chunks(VOCAB, **in_megatron("llama") | {"tied": True}), HF["llama"])
+        without = MegatronSource(mm.chunks(VOCAB, **in_megatron("deepseek_v3") | {"mtp": 0}), HF["deepseek_v3"])
+    head = [[f.buffer for f in s.fragments() if f.meta.name == "lm_head.weight"] for s in (untied, tied)]
+    assert head == [["0.output_layer.weight"], ["0.embedding.word_embeddings.weight"]]
+    assert (untied.aliases, list(tied.aliases), without.aliases) == ({}, ["lm_head.weight"], {})
+    assert max(f.meta.layer for f in without.fragments()) == 3
+
+
 def test_a_wrong_config_is_told():
     with mm.rank_of(1, 2, tp=2):
         models = mm.chunks(62, **in_megatron("llama"))

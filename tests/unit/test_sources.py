@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.dtensor import boxes
@@ -92,9 +93,17 @@ def test_names():
         ModuleSource(module, {"weight": "w"})
     with pytest.raises(PlanError, match="w is both weight and bias"):
         ModuleSource(module, lambda name: "w")
-    wrapped = torch.nn.Module()
-    wrapped._orig_mod = module
-    assert {f.meta.name for f in ModuleSource(wrapped).fragments()} == {"weight", "bias"}
+
+
+def test_wrappers_are_seen_through():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    names = {"0.weight", "0.bias"}
+    with as_rank(0, 2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for wrapped in (torch.compile(module), torch.nn.parallel.DistributedDataParallel(module)):
+            assert {f.meta.name for f in ModuleSource(wrapped).fragments()} == names
+    checkpointed = torch.nn.Sequential(checkpoint_wrapper(module[0]))
+    assert {f.meta.name for f in ModuleSource(checkpointed).fragments()} == names
 
 
 def test_parts_of_a_state_dict():
