@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,11 +232,19 @@ def test_a_config_as_its_file_has_it():
     assert (spec.aliases, spec.output_names) == ({}, ("lm_head.weight",))
 
 
-def test_norms_that_are_stored_otherwise_are_told():
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("layernorm_zero_centered_gamma", True, "norms are stored less one on one side only"),
+        ("rotary_interleaved", True, "rows are in another order"),
+        ("moe_mlp_glu_interleave_size", 32, "gates are interleaved"),
+        ("mtp_num_layers", 1, "how checkpoints of this family name 1 layers of multi-token prediction"),
+    ],
+)
+def test_values_that_would_have_to_be_converted_are_told(setting, value, message):
     _, _, [module] = stage(DENSE, 0)
-    module.config = torch.nn.Module()
-    module.config.layernorm_zero_centered_gamma = True
-    with pytest.raises(PlanError, match="norms are stored less one on one side only"):
+    module.config = SimpleNamespace(**{setting: value})
+    with pytest.raises(PlanError, match=message):
         MegatronSource(module, DENSE, Ranks(pp=2), [range(2)])
 
 
