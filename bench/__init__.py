@@ -13,5 +13,6 @@ BENCHES = {
     "pull": "get what was put on another node, over a shaped link and a free one: the pool, Ray, Mooncake, iperf3",
     "fanout": "one object to one reader, and to eight on four nodes, over shaped links",
     "spill": "a working set of four times the store: put all of it, then get all of it",
+    "plan": "how all of Kimi-K2 goes from a trainer to engines: seconds, how even senders' shares are, bytes that leave",
 }
 """Name of each bench, a module of this package, and what it measures."""
