@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from bench.fleet import Fleet, ServerError, note
@@ -83,7 +84,8 @@ def _upstream(fleet: Fleet, step: Step) -> dict[int, list[dict[str, Any]]]:
 def _results(pair: str, pool: list[dict[str, Any]], upstream: dict[int, list[dict[str, Any]]]) -> Iterator[list[Result]]:
     first = pool[0]
     sizes = {name: first[name] for name in ("source fragments", "target fragments", "reads")}
-    times = [summarize(NAME, f"time/{pair}", "pool", [p["seconds"] for p in pool], {**sizes, "rss": max(p["rss"] for p in pool)})]
+    sizes |= {"cpu": median(p["cpu"] for p in pool), "rss": max(p["rss"] for p in pool)}
+    times = [summarize(NAME, f"time/{pair}", "pool", [p["seconds"] for p in pool], sizes)]
     loads = [summarize(NAME, f"load/{pair}", "pool", [first["load"]], unit="x")]
     sent = [summarize(NAME, f"bytes/{pair}", "pool", [first["bytes"]], unit="bytes")]
     if upstream:

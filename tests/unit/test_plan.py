@@ -165,6 +165,43 @@ def test_names_of_one_side_only_are_refused():
         deliver_plan(publish_plan(whole(A, "t0")), whole(ParamMeta("a", "float32", (8, 4)), "e0"))
 
 
+def places(placement, f):
+    """The bytes of a fragment, one by one."""
+    extent, strides = placement.hi[f] - placement.lo[f], placement.strides[f]
+    at = np.zeros(1, np.int64) + placement.offset[f]
+    for n, stride in zip(extent, strides, strict=True):
+        at = (at[:, None] + np.arange(n) * stride).reshape(-1)
+    return (at[:, None] + np.arange(placement.itemsize[f])).reshape(-1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_byte_is_written_once(data):
+    """Boxes at random places of one matrix, or of its transpose: refused if they share a byte and are not at one place."""
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    turned = data.draw(st.booleans())
+    strides = (4, 4 * rows) if turned else (4 * columns, 4)
+    fragments = []
+    for i in range(data.draw(st.integers(2, 4))):
+        r0, c0 = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+        r1, c1 = data.draw(st.integers(r0 + 1, rows)), data.draw(st.integers(c0 + 1, columns))
+        meta = ParamMeta(f"m{i}", "float32", (r1 - r0, c1 - c0))
+        fragments.append(Fragment(meta, (0, 0), meta.shape, data.draw(st.sampled_from("xy")), r0 * strides[0] + c0 * strides[1], strides))
+    target = Placement.of("e0", fragments)
+    sharing = False
+    for i in range(len(target)):
+        for j in range(i):
+            here, there = places(target, i), places(target, j)
+            one = np.array_equal(here, there) and np.array_equal(target.hi[i], target.hi[j])
+            sharing |= bool(target.buffer[i] == target.buffer[j] and not one and np.isin(here, there).any())
+    publication = publish_plan(Placement.of("t0", fragments))
+    if sharing:
+        with pytest.raises(PlanError, match=r"e0 would be written twice, in buffer '[xy]': by m"):
+            deliver_plan(publication, target)
+    else:
+        deliver_plan(publication, target)
+
+
 # ---------------------------------------------------------------- invariants
 
 
