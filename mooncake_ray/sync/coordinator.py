@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray._private import state as ray_state
 from ray._private import worker as ray_worker
 from ray.experimental import internal_kv
@@ -69,6 +70,8 @@ class Coordinator:
         known = json.loads(internal_kv._internal_kv_get(self._key, namespace=_SPACE) or b"{}")
         self._epoch, self._version = int(known.get("epoch", 0)), int(known.get("version", -1))
         self._operations: dict[str, int] = known.get("operations", {})
+        self._expected = set(known.get("engines", ()))  # that were there before a restart, and have not joined again
+        self._patience = time.monotonic() + settings.liveness_s
         self._manifests: dict[int, Manifest] = {}
         self._updating = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -97,6 +100,8 @@ class Coordinator:
             and (manifest := await self._courier.recall(trainers)) is not None
         ):
             self._manifests.setdefault(manifest.version, manifest)
+        if member.role == "engine":
+            self._save()
         await self._notify()
         return self._version
 
@@ -157,6 +162,7 @@ class Coordinator:
 
     # ---- versions
 
+    @ray.method(max_task_retries=-1)
     async def publish(self, version: int | None, operation: str, timeout_s: float) -> int:
         """Has the trainers publish what they hold now; their weights may change afterwards. Returns the version's number."""
         deadline = Deadline(timeout_s)
@@ -189,6 +195,7 @@ class Coordinator:
             self._offers.pop(number, None)
         return number
 
+    @ray.method(max_task_retries=-1)
     async def sync(self, version: int | None, operation: str, mode: str, timeout_s: float) -> SyncReport:
         """Publishes a version unless it is, and brings every engine to it."""
         deadline = Deadline(timeout_s)
@@ -232,7 +239,8 @@ class Coordinator:
         return number
 
     def _save(self) -> None:
-        state = {"epoch": self._epoch, "version": self._version, "operations": self._operations}
+        engines = sorted({*self._roster.engines, *self._expected})
+        state = {"epoch": self._epoch, "version": self._version, "operations": self._operations, "engines": engines}
         internal_kv._internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_SPACE)
 
     def _next_epoch(self) -> int:
@@ -249,6 +257,10 @@ class Coordinator:
 
     async def _deliver(self, version: int, report: SyncReport, deadline: Deadline, only: Sequence[str] | None = None) -> None:
         """Brings the engines that are not at the version to it; without those that die meanwhile, and by another mode if there is one."""
+        while missing := self._missing():
+            await self._wait(
+                deadline, f"version {version}: engines {missing[:5]} have not joined again after the coordinator was restarted"
+            )
         modes = list(AUTO) if report.mode == "auto" else [report.mode]
         while engines := [e for e in self._behind(version) if (only is None or e.name in only) and e.name not in report.lost]:
             names = {e.name for e in engines}
@@ -266,6 +278,12 @@ class Coordinator:
                     report.fallbacks.append(f"{modes.pop(0)}: {e}")
                 else:
                     raise
+
+    def _missing(self) -> list[str]:
+        """Engines that a coordinator before this one knew, and that may still come back."""
+        whole = {e.name for e in self._roster.engines.values() if e.whole}
+        self._expected = self._expected - whole if time.monotonic() < self._patience else set()
+        return sorted(self._expected)
 
     def _behind(self, version: int | None = None) -> list[Unit]:
         """Engines that are whole, not at that version (the group's), and could be."""
@@ -292,6 +310,7 @@ class Coordinator:
 
     # ---- looking
 
+    @ray.method(max_task_retries=-1)
     async def status(self) -> GroupStatus:
         return GroupStatus(
             version=self._version,
@@ -303,6 +322,7 @@ class Coordinator:
             total_bytes=self._courier.total,
         )
 
+    @ray.method(max_task_retries=-1)
     async def wait_for(self, version: int, engines: list[str] | None, timeout_s: float) -> int:
         """Until those engines (all that there are) serve that version, or a newer one. Returns the oldest that one of them serves."""
         deadline = Deadline(timeout_s)

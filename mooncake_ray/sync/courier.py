@@ -12,7 +12,7 @@ import numpy as np
 from mooncake_ray.errors import ChecksumError, PlanError, StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
-from mooncake_ray.sync.messages import Manifest, Member, Published
+from mooncake_ray.sync.messages import GivenUpError, Manifest, Member, Published
 from mooncake_ray.sync.plans import Plans, Route, check
 from mooncake_ray.sync.report import SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
@@ -88,11 +88,16 @@ class Courier:
         self._note_units(epoch, route, engine_of)
         begin = time.monotonic()
         what = {"manifest": manifest, "origin": source, "route": plan, "digest": route.delivery.digest}
+
+        def give_up() -> None:
+            for member in (*engine_of, *trainers.members):
+                self._mail.tell(member, epoch, "abort")
+
         try:
             if mode == "nccl":
-                prepared, errors = await self._broadcast(epoch, trainers, list(engine_of), what, route.delivery.ranks, deadline)
+                prepared, errors = await self._broadcast(epoch, trainers, list(engine_of), what, route.delivery.ranks, deadline, give_up)
             else:
-                prepared, errors = await self._mail.ask(engine_of, epoch, "stage", _left(deadline, "staging"), lambda _: what)
+                prepared, errors = await self._mail.ask(engine_of, epoch, "stage", _left(deadline, "staging"), lambda _: what, give_up)
             lost = {engine_of[m].name: str(e) for m, e in errors.items() if isinstance(e, MemberLostError) and m in engine_of}
             failed = {m: e for m, e in errors.items() if m not in engine_of or engine_of[m].name not in lost}
             if failed:
@@ -105,8 +110,7 @@ class Courier:
                         check, origin.publication, route, manifest.digests, staged, [m.name for m, e in engine_of.items() if e is engine]
                     )
         except BaseException:
-            for member in (*engine_of, *trainers.members):
-                self._mail.tell(member, epoch, "abort")
+            give_up()
             raise
         report.stage_s += time.monotonic() - begin
         report.lost.update(lost)
@@ -114,7 +118,14 @@ class Courier:
         await self._commit(manifest.version, engine_of, [e.name for e in ready], epoch, report, deadline)
 
     async def _broadcast(
-        self, epoch: int, trainers: Unit, engines: Sequence[Member], what: dict[str, Any], ranks: Sequence[str], deadline: Deadline
+        self,
+        epoch: int,
+        trainers: Unit,
+        engines: Sequence[Member],
+        what: dict[str, Any],
+        ranks: Sequence[str],
+        deadline: Deadline,
+        give_up: Callable[[], None],
     ) -> tuple[dict[Member, Any], dict[Member, WeightSyncError]]:
         """Has the trainers send and the engines receive. Returns what the engines answered, and everybody's errors."""
         met, errors = await self._mail.ask(trainers.members[:1], epoch, "meet", _left(deadline, "meeting"))
@@ -124,8 +135,8 @@ class Courier:
         said = {"meeting": meeting, "version": what["manifest"].version, "receivers": len(ranks)}
         left = _left(deadline, "the broadcast")
         (_, failed), (prepared, errors) = await asyncio.gather(
-            self._mail.ask(trainers.members, epoch, "broadcast", left, lambda _: said),
-            self._mail.ask(engines, epoch, "stage", left, lambda m: what | {"meeting": meeting, "seat": ranks.index(m.name)}),
+            self._mail.ask(trainers.members, epoch, "broadcast", left, lambda _: said, give_up),
+            self._mail.ask(engines, epoch, "stage", left, lambda m: what | {"meeting": meeting, "seat": ranks.index(m.name)}, give_up),
         )
         return prepared, failed | errors
 
@@ -204,7 +215,8 @@ def _left(deadline: Deadline, what: str) -> float:
 
 def _together(what: str, errors: Mapping[Member, WeightSyncError]) -> WeightSyncError:
     """One error for those of several members, of the kind they have in common."""
-    text = "; ".join(f"{m}: {e}" for m, e in list(errors.items())[:3])
-    kinds = {type(e) for e in errors.values()}
+    own = {m: e for m, e in errors.items() if not isinstance(e, GivenUpError)} or errors  # the others ended because of these
+    text = "; ".join(f"{m}: {e}" for m, e in list(own.items())[:3])
+    kinds = {type(e) for e in own.values()}
     kind = kinds.pop() if len(kinds) == 1 else SyncAbortedError
-    return (kind if kind in _OWN_KINDS else SyncAbortedError)(f"{what} ({len(errors)} ranks failed): {text}")
+    return (kind if kind in _OWN_KINDS else SyncAbortedError)(f"{what} ({len(own)} ranks failed): {text}")

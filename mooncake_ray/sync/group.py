@@ -78,7 +78,6 @@ class WeightSyncGroup:
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
-            max_task_retries=-1,
             max_concurrency=10_000,
             lifetime="detached",
         )

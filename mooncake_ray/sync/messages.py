@@ -8,11 +8,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mooncake_ray.errors import WeightSyncError
+from mooncake_ray.errors import SyncAbortedError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.weights.placement import Placement
 
-__all__ = ["Command", "Join", "Manifest", "Member", "Published", "Report", "State", "rank_name"]
+__all__ = ["Command", "GivenUpError", "Join", "Manifest", "Member", "Published", "Report", "State", "rank_name"]
+
+
+class GivenUpError(SyncAbortedError):
+    """The coordinator has given up the update that is being carried out."""
+
 
 Role = Literal["trainer", "engine"]
 State = Literal["joined", "serving", "poisoned"]

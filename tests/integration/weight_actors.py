@@ -51,11 +51,51 @@ class _Rank:
     def ready(self) -> bool:
         return True
 
+    def die_at(self, step: str, after: bool = False) -> None:
+        """Has the process end when it is told to do that step: before it, or when it is done and nobody knows yet."""
+        import os
+
+        do = getattr(self.member, f"do_{step}")
+
+        def dying(command):
+            if after:
+                do(command)
+            os._exit(1)
+
+        setattr(self.member, f"do_{step}", dying)
+
+    def kill_at(self, step: str, group) -> None:
+        """Has the group's coordinator killed when this one is told to do that step."""
+        do = getattr(self.member, f"do_{step}")
+
+        def killing(command):
+            setattr(self.member, f"do_{step}", do)
+            ray.kill(group._handle, no_restart=False)
+            return do(command)
+
+        setattr(self.member, f"do_{step}", killing)
+
+    def fail_at(self, step: str, times: int = 1) -> None:
+        """Has it fail at that step so many times."""
+        do = getattr(self.member, f"do_{step}")
+        left = [times]
+
+        def failing(command):
+            if left[0]:
+                left[0] -= 1
+                raise RuntimeError(f"{step} was to fail")
+            return do(command)
+
+        setattr(self.member, f"do_{step}", failing)
+
 
 @ray.remote(num_cpus=0)
 class TrainerRank(_Rank):
     def join(self, group, name):
         return group.trainer(self.shard, self.rank, self.tp)
+
+    def publish(self, timeout_s: float = 60.0) -> int:
+        return self.member.publish(timeout_s=timeout_s)
 
     def train(self, seed: int) -> None:
         """Its weights are now those of that seed."""
