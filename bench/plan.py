@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -72,12 +71,10 @@ def _upstream(fleet: Fleet, step: Step) -> dict[int, list[dict[str, Any]]]:
         for layers in _FEW:
             fleet.ask("upstream", do="load", layers=layers)
             found[layers] = [fleet.ask("upstream", do="plan", layers=layers) for _ in range(min(step.rounds, _UPSTREAM_ROUNDS))]
+        fleet.ask("upstream", do="forget")
     except ServerError as e:
         note(f"upstream: not run: {str(e).strip().splitlines()[-1]}")
         return {}
-    finally:
-        with suppress(ServerError):
-            fleet.ask("upstream", do="forget")
     return found
 
 
