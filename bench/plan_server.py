@@ -24,8 +24,8 @@ def sizes_of(pair: str) -> tuple[tuple[int, int], tuple[int, int]]:
     Raises:
         ValueError: it is no such name.
     """
-    found = re.fullmatch(r"k2-(\d+)x(\d+)-(\d+)x(\d+)", pair)
-    if not found or any(384 % int(found[i]) for i in (1, 3)) or "0" in found.groups():
+    found = re.fullmatch(r"k2-([1-9]\d*)x([1-9]\d*)-([1-9]\d*)x([1-9]\d*)", pair)
+    if not found or 384 % int(found[1]) or 384 % int(found[3]):
         raise ValueError(f"no pair {pair!r}: k2-EPxDP-EPxDP, with EP a divisor of 384")
     ep, dp, to_ep, to_dp = map(int, found.groups())
     return (ep, dp), (to_ep, to_dp)
