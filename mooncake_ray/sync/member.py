@@ -147,7 +147,7 @@ class Agent:
                 if command.what == "abort":
                     self._aborted = max(self._aborted, command.epoch)
                     self.hear(command)
-                elif command.number < 0:
+                elif command.what == "unit":
                     self.hear(command)
                 else:
                     self._work.put(command)
@@ -168,6 +168,8 @@ class Agent:
             except Exception as e:  # of a model's or an engine's own code
                 logger.exception("mooncake_ray: %s failed at %s", self.member, command.what)
                 error = WeightSyncError(f"{command.what}: {type(e).__name__}: {e}")
+            if command.number < 0:
+                continue
             if isinstance(error, GivenUpError):
                 logger.info("mooncake_ray: %s: %s", self.member, error)
             try:

@@ -59,12 +59,16 @@ class Published:
     """What one trainer rank has published of a version."""
 
     version: int
+    operation: str
+    """That it was published for: asked for again by the same, it is not made again."""
     plan: str
     """Digest of the publication."""
     blobs: Mapping[int, Blob]
     """By number of the object in the publication: those this rank owns."""
     digests: np.ndarray
     """uint64: content digest of each of its regions, in the publication's order of them."""
+    patch_bytes: int = -1
+    """Of what changed since the version before; -1: that is not known."""
     seconds: float = 0.0
 
 
@@ -91,6 +95,12 @@ class Manifest:
     """By number of the object in the publication."""
     digests: np.ndarray
     """uint64 (regions)."""
+    patch_bytes: int
+    """Of what changed since the version before; -1: that is not known."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(blob.nbytes for blob in self.blobs)
 
 
 @dataclass(frozen=True)

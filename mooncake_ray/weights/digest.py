@@ -3,8 +3,8 @@
 The digest of a box of a tensor is the sum, modulo 2^64, of a term for each element, made of its bits and its place in the whole tensor. So the
 digests of disjoint boxes add up to that of their union, in any layout; and who knows which elements changed knows what to add.
 
-The term of an element with bits x (as an unsigned integer, zero-extended to 64 bits) and index i (in the whole tensor, in C order) is, with their
-upper and lower halves, and all modulo 2^32 but for the last product::
+The term of an element with bits x (as an unsigned integer, zero-extended to 64 bits) and index i (in the whole tensor, in C order) is, with
+their upper and lower halves, and all modulo 2^32 but for the last product::
 
     u  = i_lo * 0x9E3779B1 + i_hi * 0x7FEB352D;  u ^= u >> 15;  u *= 0xD168AAAD;  u ^= u >> 15
     a  = x_lo * 0xAF723597 + x_hi * 0x31848BAB + u
