@@ -33,6 +33,11 @@ class Unit:
         return Placement.join([self.joined[rank].placement for rank in sorted(self.joined)])
 
     @property
+    def hosts(self) -> dict[str, str]:
+        """Of each rank, by name: where it is, as messages name it."""
+        return {m.name: m.host for m in self.members}
+
+    @property
     def version(self) -> int:
         """What it serves: -1 for nothing, or not the same on all its ranks."""
         versions = {join.version for join in self.joined.values()}

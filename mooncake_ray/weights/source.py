@@ -4,65 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.dtensor import Part, parts_of
-from mooncake_ray.weights.meta import ITEMSIZE, ParamMeta
+from mooncake_ray.weights.held import Held, Piece, held_tensors
 from mooncake_ray.weights.placement import Fragment
 
-__all__ = ["Layout", "ModuleSource", "StateDictSource", "held_tensors"]
+__all__ = ["ModuleSource", "StateDictSource"]
 
 Names = Callable[[str], str | None] | Mapping[str, str | None]
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a buffer looked like when its fragments were described."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
-        return cls(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-
-
-@dataclass
-class _Described:
-    """Fragments, and the layouts they were made from."""
-
-    rows: list[Fragment] = field(default_factory=list)
-    layouts: dict[str, Layout] = field(default_factory=dict)
-
-    def add(self, canonical: str, buffer: str, shape: tuple[int, ...], local: torch.Tensor, parts: Sequence[Part]) -> None:
-        self.layouts[buffer] = Layout.of(local)
-        dtype = str(local.dtype).removeprefix("torch.")
-        if dtype not in ITEMSIZE:
-            raise PlanError(f"{canonical}: a tensor of dtype {dtype} cannot be moved")
-        item = local.element_size()
-        strides = tuple(s * item for s in local.stride())
-        meta = ParamMeta(canonical, dtype, shape)
-        for lo, hi, at in parts:
-            self.rows.append(Fragment(meta, lo, hi, buffer, sum(a * s for a, s in zip(at, strides, strict=True)), strides))
-
-    def checked(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The memory of each buffer as it is now, if it still looks as it did."""
-        out = {}
-        for name, known in self.layouts.items():
-            if name not in tensors:
-                raise PlanError(f"{name} is gone since its layout was described")
-            local = parts_of(name, tensors[name])[1].detach()
-            if (now := Layout.of(local)) != known:
-                raise PlanError(f"{name} was {known} when its layout was described, and is {now}")
-            out[name] = local
-        return out
 
 
 class ModuleSource:
@@ -86,7 +40,7 @@ class ModuleSource:
         """
         self.module = module
         self.aliases: dict[str, str] = {}
-        self._described = _Described()
+        self._held = Held()
         first: dict[int, tuple[str, str]] = {}
         taken: dict[str, str] = {}
         for own, tensor in held_tensors(module):
@@ -102,10 +56,10 @@ class ModuleSource:
             elif own != buffer:
                 continue
             shape, local, parts = parts_of(own, tensor)
-            self._described.add(canonical, buffer, shape, local, parts)
+            self._held.add(buffer, local, _pieces(canonical, shape, local, parts))
 
     def fragments(self) -> Sequence[Fragment]:
-        return tuple(self._described.rows)
+        return tuple(self._held.rows)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The module's tensors (their local parts), by its own names; detached, over the same memory.
@@ -113,7 +67,7 @@ class ModuleSource:
         Raises:
             PlanError: one is gone, or looks different from when the layout was described (an FSDP module that is gathered just now, say).
         """
-        return self._described.checked(dict(held_tensors(self.module)))
+        return self._held.checked(dict(held_tensors(self.module)))
 
 
 class StateDictSource:
@@ -132,7 +86,7 @@ class StateDictSource:
             PlanError: a part is not within its whole, or `boxes` names what is not there.
         """
         self.mapping = mapping
-        self._described = _Described()
+        self._held = Held()
         boxes = boxes or {}
         if missing := sorted(set(boxes) - set(mapping)):
             raise PlanError(f"boxes are given for {len(missing)} tensors that are not there: {', '.join(missing[:5])}")
@@ -147,10 +101,10 @@ class StateDictSource:
                     raise PlanError(f"{name}: a part of shape {list(shape)} at {list(lo)} in a whole of {list(whole)}")
                 parts = [(tuple(lo), tuple(a + n for a, n in zip(lo, shape, strict=True)), (0,) * len(shape))]
                 shape = tuple(whole)
-            self._described.add(canonical, name, shape, local, parts)
+            self._held.add(name, local, _pieces(canonical, shape, local, parts))
 
     def fragments(self) -> Sequence[Fragment]:
-        return tuple(self._described.rows)
+        return tuple(self._held.rows)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The mapping's tensors (their local parts), detached, over the same memory.
@@ -158,19 +112,13 @@ class StateDictSource:
         Raises:
             PlanError: one is gone, or looks different from when the layout was described.
         """
-        return self._described.checked(self.mapping)
+        return self._held.checked(self.mapping)
 
 
-def held_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of the parameters and persistent buffers, tied ones under each of their names; without running any hook."""
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        dot = prefix + "." if prefix else ""
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                yield dot + name, parameter
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield dot + name, buffer
+def _pieces(name: str, shape: tuple[int, ...], local: torch.Tensor, parts: Sequence[Part]) -> Iterator[Piece]:
+    strides = tuple(local.stride())
+    for lo, hi, at in parts:
+        yield Piece(name, shape, lo, hi, sum(a * s for a, s in zip(at, strides, strict=True)), strides)
 
 
 def _canonical(names: Names | None, own: str) -> str | None:

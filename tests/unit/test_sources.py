@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,3 +130,161 @@ def test_boxes_are_torchs(case):
             box = whole[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))]
             there[tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))] = box
         assert torch.equal(there, local)
+
+
+MESHES = itertools.count()
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, *shape: int):
+    """The mesh of this shape as this rank sees it, with nobody to talk to. What is tested here talks to nobody."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.init_process_group("fake", rank=rank, world_size=torch.Size(shape).numel(), store=FakeStore())
+        try:
+            # torch takes a mesh that it has seen for an equal one, and so another rank's for this one's: no two have the same names.
+            names = [f"{axis}{next(MESHES)}" for axis in ("outer", "inner")]
+            yield init_device_mesh("cpu", shape, mesh_dim_names=tuple(names[-len(shape) :]))
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+class Odd(torch.nn.Module):
+    """Rows that cannot be divided by 4: some ranks have fewer, some none."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 8)
+        self.up = torch.nn.Linear(8, 6)
+        self.down = torch.nn.Linear(6, 8, bias=False)
+        self.norm = torch.nn.LayerNorm(1, bias=False)
+        self.register_buffer("steps", torch.tensor(3))
+        self.head = torch.nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_fsdp2():
+    from torch.distributed.fsdp import fully_shard
+
+    module = Odd()
+    whole = dict(module.state_dict())
+    for mesh_shape in ((4,), (5,), (2, 2), (3, 2)):
+        world = torch.Size(mesh_shape).numel()
+        empty = 0
+        seen: dict[str, torch.Tensor] = {}
+        for rank in range(world):
+            with as_rank(rank, *mesh_shape) as mesh:
+                mine = copy.deepcopy(module)
+                fully_shard(mine, mesh=mesh)
+                source = ModuleSource(mine)
+                assert source.aliases == {"head.weight": "embed.weight"}
+                placement = Placement.of("r", source.fragments())
+                empty += sum(not local.numel() for local in source.buffers().values())
+                for i, view in enumerate(views(placement, source.buffers())):
+                    meta = placement.metas[placement.tensor[i]]
+                    d, n = placement.lo.shape[1], len(meta.shape)
+                    at = tuple(slice(*b) for b in zip(placement.lo[i, d - n :].tolist(), placement.hi[i, d - n :].tolist(), strict=True))
+                    assert torch.equal(view.reshape(view.shape[d - n :]), whole[meta.name][at]), meta.name
+                    seen.setdefault(meta.name, torch.zeros(meta.shape, dtype=torch.int))[at] += 1
+        assert empty  # the norm's one weight is nobody's but the first's
+        replicas = mesh_shape[0] if len(mesh_shape) == 2 else 1
+        assert seen.keys() == whole.keys()
+        for name, count in seen.items():
+            copies = world if name == "steps" else replicas  # a buffer is on every rank
+            assert torch.equal(count, torch.full_like(count, copies)), name
+
+
+def test_fsdp2_over_tensor_parallelism_cuts_one_dimension_twice():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    module = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 8, bias=False))
+    whole = {k: v.clone() for k, v in module.state_dict().items()}
+    found = []
+    for rank in range(4):
+        with as_rank(rank, 2, 2) as mesh:
+            data, tensor = (mesh[name] for name in mesh.mesh_dim_names)
+            mine = copy.deepcopy(module)
+            parallelize_module(mine, tensor, {"0": ColwiseParallel(), "1": RowwiseParallel()}, src_data_rank=None)
+            fully_shard(mine, mesh=data)
+            source = ModuleSource(mine)
+            found += [(f, source.buffers()[f.buffer].clone()) for f in source.fragments()]
+            # Of rows that tensor parallelism has halved, data parallelism halves those: rank 1 is (0, 1), the third quarter.
+            [weight] = [f for f in source.fragments() if f.meta.name == "0.weight"]
+            assert weight.lo == ({0: 0, 1: 6, 2: 3, 3: 9}[rank], 0)
+    for fragment, local in found:
+        box = whole[fragment.meta.name][tuple(slice(a, b) for a, b in zip(fragment.lo, fragment.hi, strict=True))]
+        assert torch.equal(local, box)
+    for name, tensor in whole.items():
+        assert (
+            sum(torch.Size(b - a for a, b in zip(f.lo, f.hi, strict=True)).numel() for f, _ in found if f.meta.name == name)
+            == tensor.numel()
+        )
+
+
+def test_a_gathered_module_is_told():
+    """While its parameters are gathered, FSDP has others in their places."""
+    from torch.distributed.fsdp import fully_shard
+
+    with as_rank(1, 2) as mesh:
+        module = torch.nn.Linear(4, 4)
+        fully_shard(module, mesh=mesh)
+        source = ModuleSource(module)
+        module.unshard()
+        with pytest.raises(PlanError, match=r"weight was torch.float32 \[2, 4\] .* and is torch.float32 \[4, 4\]"):
+            source.buffers()
+        module.reshard()
+        assert source.buffers()["weight"].shape == (2, 4)
+
+
+def test_partial_sums_are_refused():
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    with as_rank(0, 2, 2) as mesh:
+        sums = DTensor.from_local(torch.ones(3), mesh, [Replicate(), Partial()], run_check=False)
+        with pytest.raises(PlanError, match=r"w: P.* is neither a shard nor a replica"):
+            StateDictSource({"w": sums})
+        short = DTensor.from_local(
+            torch.ones(2, 3), mesh, [Replicate(), Shard(0)], run_check=False, shape=torch.Size((5, 3)), stride=(3, 1)
+        )
+        with pytest.raises(PlanError, match="is 9 elements here, but there are 6"):
+            StateDictSource({"w": short})
+
+
+def test_two_axes_on_one_dimension():
+    """Outer axis first: 10 rows over (2, 3) are 5 and 5, then 2, 2 and 1."""
+    from torch.distributed.tensor import Shard as Cut
+
+    rows = [[(lo[0], hi[0]) for lo, hi, _ in boxes((10, 2), (2, 3), at, [Cut(0), Cut(0)])] for at in itertools.product(range(2), range(3))]
+    assert rows == [[(0, 2)], [(2, 4)], [(4, 5)], [(5, 7)], [(7, 9)], [(9, 10)]]
+
+
+class Packed(torch.Tensor):
+    """As a library's FP8 tensor: what it says is not what its storage holds."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_tensors_that_are_not_their_bytes_are_refused():
+    packed = torch.Tensor._make_wrapper_subclass(Packed, (2, 2), dtype=torch.bfloat16)
+    with pytest.raises(PlanError, match="w: a Packed keeps its values in its own way"):
+        StateDictSource({"w": packed})
+    with pytest.raises(PlanError, match="w: a tensor of dtype complex128 cannot be moved"):
+        StateDictSource({"w": torch.zeros(2, dtype=torch.complex128)})
+
+
+def test_a_source_is_a_target_too():
+    """What is written through its views is in the module, tied names once."""
+    module, other = Tied(), Tied()
+    source = ModuleSource(other)
+    placement = Placement.of("r", source.fragments())
+    values = dict(module.state_dict())
+    for i, view in enumerate(views(placement, source.buffers())):
+        view.copy_(values[placement.metas[placement.tensor[i]].name].reshape(view.shape))
+    equal(dict(other.state_dict()), values)
+    assert other.head.weight is other.embed.weight

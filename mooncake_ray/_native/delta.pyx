@@ -1,0 +1,208 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, freethreading_compatible=False
+# distutils: language=c++
+"""The codec behind `mooncake_ray.weights.patch` and `mooncake_ray.weights.digest`. Private.
+
+Addresses are plain integers: the caller answers for what is there, and for shapes of arrays. What is coded is checked. All release the GIL.
+"""
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
+from libcpp.vector cimport vector
+
+import numpy as np
+
+cdef extern from *:
+    """
+    #include "delta/digest.h"
+    #include "delta/patch.h"
+    static inline mcr::delta::Box mcr_box(uint64_t index, uintptr_t at, int32_t item, int64_t d, const int64_t* extents, const int64_t* steps,
+                                          const int64_t* lo, const int64_t* hi, const int64_t* strides) {
+      mcr::delta::Box box;
+      box.index = index;
+      box.at = reinterpret_cast<std::byte*>(at);
+      box.log = std::countr_zero(uint32_t(item));
+      int64_t packed = item;
+      for (int64_t k = d; k-- > 0;) {
+        box.dims.insert(box.dims.begin(), {extents[k], steps[k], lo ? lo[k] : 0, hi ? hi[k] : extents[k], strides ? strides[k] : packed});
+        packed *= extents[k];
+      }
+      if (!box.empty()) box.simplify();
+      return box;
+    }
+    static inline mcr::delta::Region mcr_region(uintptr_t old, uintptr_t now, mcr::delta::Box box, int64_t rows) {
+      const uint64_t n = uint64_t(box.elements());
+      return {reinterpret_cast<const std::byte*>(old), reinterpret_cast<const std::byte*>(now), n, rows ? n / uint64_t(rows) : 0, std::move(box)};
+    }
+    static inline mcr::delta::Part mcr_part(uintptr_t coded, const uint8_t* row) {
+      mcr::delta::Part part;
+      part.coded = reinterpret_cast<const uint8_t*>(coded);
+      std::memcpy(&part.segment, row, sizeof part.segment);
+      return part;
+    }
+    static inline int mcr_log(int32_t item) { return std::countr_zero(uint32_t(item)); }
+    static inline void mcr_rows(const mcr::delta::Encoded& e, uint8_t* to) {
+      if (!e.segments.empty()) std::memcpy(to, e.segments.data(), e.segments.size() * sizeof(mcr::delta::Segment));
+    }
+    """
+    ctypedef struct byte "std::byte":
+        pass
+    cppclass CBox "mcr::delta::Box":
+        CBox()
+    cppclass CRegion "mcr::delta::Region":
+        pass
+    cppclass CPart "mcr::delta::Part":
+        pass
+    cppclass CSegment "mcr::delta::Segment":
+        pass
+    cppclass CChange "mcr::delta::Change":
+        uint64_t changed, digest
+    cppclass COutcome "mcr::delta::Outcome":
+        bint good
+        CChange change
+    cppclass CChain "mcr::delta::Chain":
+        CChain()
+        vector[CPart] parts
+        int log
+    cppclass CEncoded "mcr::delta::Encoded":
+        CEncoded()
+        vector[CSegment] segments
+        uint64_t nbytes
+        void write(byte* to) nogil
+    ctypedef enum CMode "mcr::delta::Mode":
+        pass
+    CBox mcr_box(uint64_t index, uintptr_t at, int32_t item, int64_t d, const int64_t* extents, const int64_t* steps, const int64_t* lo,
+                 const int64_t* hi, const int64_t* strides) except + nogil
+    CRegion mcr_region(uintptr_t old, uintptr_t now, CBox box, int64_t rows) except + nogil
+    CPart mcr_part(uintptr_t coded, const uint8_t* row) nogil
+    int mcr_log(int32_t item) nogil
+    void mcr_rows(const CEncoded&, uint8_t* to) nogil
+
+cdef extern from "delta/patch.h" nogil:
+    uint64_t c_digest "mcr::delta::digest"(CBox) except +
+    uint64_t c_checksum "mcr::delta::checksum"(const void* at, size_t nbytes)
+    CEncoded c_encode "mcr::delta::encode"(const vector[CRegion]&) except +
+    vector[size_t] c_damaged "mcr::delta::damaged"(const vector[CPart]&) except +
+    vector[COutcome] c_apply "mcr::delta::apply"(const vector[CPart]&, const vector[const CBox*]&, CMode) except +
+    CEncoded c_merge "mcr::delta::merge"(const vector[CChain]&, vector[size_t]& bad) except +
+
+
+def digest(uintptr_t at, int itemsize, uint64_t index, const int64_t[::1] extents, const int64_t[::1] steps, const int64_t[::1] strides):
+    """Of a box. `index`: of its first element in the whole tensor; `steps`: to the next one there, in elements; `strides`: in memory, in bytes."""
+    cdef int64_t d = extents.shape[0]
+    cdef uint64_t out
+    if steps.shape[0] != d or strides.shape[0] != d:
+        raise ValueError(f"{d} extents, {steps.shape[0]} steps, {strides.shape[0]} strides")
+    cdef const int64_t *e = &extents[0] if d else NULL, *s = &steps[0] if d else NULL, *t = &strides[0] if d else NULL
+    with nogil:
+        out = c_digest(mcr_box(index, at, itemsize, d, e, s, NULL, NULL, t))
+    return out
+
+
+def checksum(const uint8_t[::1] data):
+    cdef size_t n = data.shape[0]
+    cdef const uint8_t* at = &data[0] if n else NULL
+    cdef uint64_t out
+    with nogil:
+        out = c_checksum(at, n)
+    return out
+
+
+cdef stored(const CEncoded& encoded):
+    """Rows of the index, uint8 (n, 48), and the payload."""
+    rows = np.empty((encoded.segments.size(), 48), np.uint8)
+    payload = np.empty(encoded.nbytes, np.uint8)
+    cdef uint8_t[:, ::1] r = rows
+    cdef uint8_t[::1] p = payload
+    if encoded.segments.size():
+        with nogil:
+            mcr_rows(encoded, &r[0, 0])
+            encoded.write(<byte*> &p[0])
+    return rows, payload
+
+
+def encode(const uint64_t[::1] old, const uint64_t[::1] now, const int32_t[::1] itemsize, const uint64_t[::1] index,
+           const int64_t[:, ::1] extents, const int64_t[:, ::1] steps):
+    """What changed in each region, from `old` to `now`: addresses of packed arrays. See `stored`."""
+    cdef int64_t n = old.shape[0], d = extents.shape[1], i
+    cdef vector[CRegion] regions
+    cdef CEncoded encoded
+    with nogil:
+        regions.reserve(n)
+        for i in range(n):
+            regions.push_back(mcr_region(old[i], now[i], mcr_box(index[i], 0, itemsize[i], d, &extents[i, 0] if d else NULL,
+                                                                 &steps[i, 0] if d else NULL, NULL, NULL, NULL), rows_of(extents, i)))
+        encoded = c_encode(regions)
+    return stored(encoded)
+
+
+cdef int64_t rows_of(const int64_t[:, ::1] extents, int64_t i) noexcept nogil:
+    """How long the first dimension is that is longer than 1."""
+    cdef int64_t k
+    for k in range(extents.shape[1]):
+        if extents[i, k] != 1:
+            return extents[i, k]
+    return 1
+
+
+cdef vector[CPart] parts_of(const uint64_t[::1] coded, const uint8_t[:, ::1] rows) except *:
+    cdef vector[CPart] parts
+    cdef int64_t i
+    if rows.shape[0] != coded.shape[0] or rows.shape[1] != 48:
+        raise ValueError(f"{coded.shape[0]} parts, an index of {rows.shape[0]} x {rows.shape[1]} bytes")
+    for i in range(coded.shape[0]):
+        parts.push_back(mcr_part(coded[i], &rows[i, 0]))
+    return parts
+
+
+def damaged(const uint64_t[::1] coded, const uint8_t[:, ::1] rows):
+    """Which of the parts, at these addresses, have not the checksum that their rows of the index say."""
+    cdef vector[CPart] parts = parts_of(coded, rows)
+    cdef vector[size_t] bad
+    with nogil:
+        bad = c_damaged(parts)
+    return bad
+
+
+def apply(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[::1] box, int mode, const uint64_t[::1] at,
+          const int32_t[::1] itemsize, const uint64_t[::1] index, const int64_t[:, ::1] extents, const int64_t[:, ::1] steps,
+          const int64_t[:, ::1] lo, const int64_t[:, ::1] hi, const int64_t[:, ::1] strides):
+    """Part i goes to box[i]. Mode 0 writes nothing, 1 applies, 2 takes back.
+
+    Returns:
+        For each part: whether it is good (bool), how many elements of the box it changes (uint64), what that adds to their digest (uint64).
+    """
+    cdef vector[CPart] parts = parts_of(coded, rows)
+    cdef int64_t n = box.shape[0], m = at.shape[0], d = extents.shape[1], i
+    cdef vector[CBox] boxes
+    cdef vector[const CBox*] of
+    cdef vector[COutcome] outcomes
+    with nogil:
+        boxes.reserve(m)
+        for i in range(m):
+            if d:
+                boxes.push_back(mcr_box(index[i], at[i], itemsize[i], d, &extents[i, 0], &steps[i, 0], &lo[i, 0], &hi[i, 0], &strides[i, 0]))
+            else:
+                boxes.push_back(mcr_box(index[i], at[i], itemsize[i], 0, NULL, NULL, NULL, NULL, NULL))
+        for i in range(n):
+            of.push_back(&boxes[box[i]])
+        outcomes = c_apply(parts, of, <CMode> mode)
+    good, changed, digest = np.empty(n, np.bool_), np.empty(n, np.uint64), np.empty(n, np.uint64)
+    for i in range(n):
+        good[i], changed[i], digest[i] = outcomes[i].good, outcomes[i].change.changed, outcomes[i].change.digest
+    return good, changed, digest
+
+
+def merge(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[::1] first, const int32_t[::1] itemsize):
+    """Parts first[i] … first[i + 1] - 1 are of one segment, of successive patches. See `stored`; and which cannot be decoded."""
+    cdef vector[CPart] parts = parts_of(coded, rows)
+    cdef int64_t n = itemsize.shape[0], i, k
+    cdef vector[CChain] chains
+    cdef vector[size_t] bad
+    cdef CEncoded encoded
+    with nogil:
+        chains.resize(n)
+        for i in range(n):
+            chains[i].log = mcr_log(itemsize[i])
+            for k in range(first[i], first[i + 1]):
+                chains[i].parts.push_back(parts[k])
+        encoded = c_merge(chains, bad)
+    index, payload = stored(encoded)
+    return index, payload, bad

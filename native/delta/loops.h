@@ -1,0 +1,22 @@
+// The innermost loops, for elements of 1, 2, 4 and 8 bytes, in the best version this processor has. Addresses need no alignment.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace mcr::delta {
+
+// Indexed by the binary logarithm of the element size.
+struct Loops {
+  // The sum of the terms of n adjacent elements, the first of which has that index.
+  uint64_t (*digest[4])(const void* at, size_t n, uint64_t index);
+  // A bit for each of n elements, in (n + 63) / 64 words: whether the two differ. Returns whether any do.
+  bool (*differ[4])(const void* a, const void* b, size_t n, uint64_t* bits);
+};
+
+extern const Loops kBaseLoops;
+#if defined(__x86_64__)
+extern const Loops kAvx2Loops, kAvx512Loops;
+#endif
+extern const Loops& loops;
+
+}  // namespace mcr::delta
