@@ -50,7 +50,7 @@ class SnapshotStore:
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2, fsync: bool = True, files: Files | None = None) -> None:
         """
         Args:
-            directory: Made if it is not there.
+            directory: Made with the first version, if it is not there.
             keep: So many of the newest versions stay. Older ones go when a version is committed, unless they are pinned or open.
             fsync: Versions outlive a crash of the machine, too. Without, only that of processes; and saving is faster.
             files: How the disk is written.
@@ -59,7 +59,6 @@ class SnapshotStore:
             raise ConfigError(f"keep must be at least 1, got {keep}")
         self.directory, self.keep = Path(directory), keep
         self._files = files or Files(fsync)
-        self.directory.mkdir(parents=True, exist_ok=True)
 
     # ---- writing
 
@@ -79,6 +78,7 @@ class SnapshotStore:
         if attempt is not None and not _NAME.match(attempt):
             raise ConfigError(f"an attempt is named by letters, digits, '.', '_' and '-', not {attempt!r}")
         self._refuse_stale(version)
+        self.directory.mkdir(parents=True, exist_ok=True)
         return Draft(self.directory, self._files, publication, version, attempt or uuid.uuid4().hex)
 
     def commit(self, draft: Draft, extra: Mapping[str, Any] | None = None) -> None:
@@ -107,7 +107,7 @@ class SnapshotStore:
 
     def versions(self) -> Sequence[int]:
         """All that are there, rising."""
-        return sorted(int(found[1]) for name in os.listdir(self.directory) if (found := _VERSION.match(name)))
+        return sorted(int(found[1]) for name in self._names() if (found := _VERSION.match(name)))
 
     def latest(self) -> int | None:
         """The newest version; None if there is none."""
@@ -124,13 +124,10 @@ class SnapshotStore:
         while True:
             wanted = self.latest() if version is None else version
             path = self.directory / version_name(-1 if wanted is None else wanted)
-            if wanted is None or not path.is_dir():
-                if version is None and wanted is not None:
-                    continue  # it went just now, as a newer one came
+            if wanted is None or (version is not None and not path.is_dir()):
                 there = ", ".join(map(str, self.versions())) or "none"
-                raise SnapshotNotFoundError(
-                    f"no snapshot{'' if version is None else f' of version {version}'} in {self.directory}: there is {there}"
-                )
+                which = "" if version is None else f" of version {version}"
+                raise SnapshotNotFoundError(f"no snapshot{which} in {self.directory}: there is {there}")
             if (lock := Lock.take(path)) is not None:
                 try:
                     return Snapshot(path, lock, wanted)
@@ -177,13 +174,19 @@ class SnapshotStore:
 
     def clean(self) -> Sequence[int]:
         """Deletes versions beyond the newest `keep` that are neither pinned nor open, and what dead writers have left. Returns the versions."""
-        for name in os.listdir(self.directory):
+        for name in self._names():
             if _LEFTOVER.match(name) and (lock := Lock.take(self.directory / name, alone=True)) is not None:
                 try:
                     self._files.remove_tree(self.directory / name)
                 finally:
                     lock.close()
         return [version for version in self.versions()[: -self.keep] if self.remove(version)]
+
+    def _names(self) -> Sequence[str]:
+        try:
+            return os.listdir(self.directory)
+        except FileNotFoundError:
+            return []
 
     def _refuse_stale(self, version: int) -> None:
         if (newest := self.latest()) is not None and version <= newest:

@@ -121,7 +121,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def raw(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in C order: its own memory where it lies packed on the host, else a copy."""
     packed = bits(tensor).cpu().contiguous()
-    return memoryview(packed.reshape(-1).view(torch.uint8).numpy())
+    flat = packed.as_strided((packed.numel(),), (1,))  # a dimension of length 1 may have had any stride
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def blocks(shape: Sequence[int], itemsize: int, block_bytes: int) -> tuple[int, int, int]:
