@@ -43,7 +43,8 @@ def key(meta_name: str, shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[i
 
 
 def owned(publication: Publication, placement: Placement, rank: str) -> tuple[np.ndarray, Placement]:
-    """The regions that a rank owns (int64), and where each lies in its buffers, as a placement in that order.
+    """The regions that a rank owns (int64), in the order in which they are in its file, and where each lies in its buffers, as a placement in
+    that order. In a file elements lie aligned, those of a dtype are together, and otherwise the order is that of the publication.
 
     Raises:
         PlanError: it has not got all of one; or it is no rank of the publication.
@@ -51,6 +52,9 @@ def owned(publication: Publication, placement: Placement, rank: str) -> tuple[np
     if rank not in publication.ranks:
         raise PlanError(f"{rank} is not a rank of this publication, which has {few(publication.ranks)}")
     mine = np.flatnonzero(publication.owner == publication.ranks.index(rank))
+    kinds = sorted({(-m.itemsize, m.dtype) for m in publication.metas})
+    kind = np.array([kinds.index((-m.itemsize, m.dtype)) for m in publication.metas], np.int64)
+    mine = mine[np.argsort(kind[publication.tensor[mine]], kind="stable")]
     d = max(publication.lo.shape[1], placement.lo.shape[1])
 
     def widened(a: np.ndarray, fill: int) -> np.ndarray:
@@ -122,23 +126,20 @@ class Draft:
         publication = self.publication
         mine, placement = owned(publication, Placement.of(rank, shard.fragments()), rank)
         tensors = list(views(placement, shard.buffers()))
-        # Elements lie aligned, and those of a dtype together, in the order in which they are published.
-        dtypes = [publication.metas[t].dtype for t in publication.tensor[mine].tolist()]
-        order = sorted(range(len(mine)), key=lambda i: (-tensors[i].element_size(), dtypes[i], i))
         number = publication.ranks.index(rank)
         name = f"part-{number:05d}-of-{len(publication.ranks):05d}"
         boxes, entries = [], []
-        for i in order:
+        for i in range(len(mine)):
             meta = publication.metas[publication.tensor[mine[i]]]
             d = len(meta.shape)
             lo, hi = (tuple(a[len(a) - d :].tolist()) for a in (placement.lo[i], placement.hi[i]))
             boxes.append((int(publication.tensor[mine[i]]), lo, hi))
             entries.append(Entry(key(meta.name, meta.shape, lo, hi), meta.dtype, tuple(b - a for a, b in zip(lo, hi, strict=True))))
-        digests: list[list[int]] = [[] for _ in order]
+        digests: list[list[int]] = [[] for _ in boxes]
 
         def content(n: int) -> Iterator[torch.Tensor]:
             t, lo, _ = boxes[n]
-            for begin, block in _blocks(bits(tensors[order[n]])[(0,) * (tensors[order[n]].dim() - len(lo))]):
+            for begin, block in _blocks(bits(tensors[n])[(0,) * (tensors[n].dim() - len(lo))]):
                 block = block.cpu().contiguous()
                 at = tuple(a + b for a, b in zip(lo, begin, strict=True))
                 digests[n].append(content_digest(block, at, publication.metas[t].shape))

@@ -13,8 +13,8 @@ import torch
 from mooncake_ray.errors import ChecksumError, ConfigError, SnapshotError
 from mooncake_ray.weights.digest import content_digest
 from mooncake_ray.weights.files import Files
-from mooncake_ray.weights.generation import Snapshot
 from mooncake_ray.weights.meta import ParamMeta
+from mooncake_ray.weights.stored import Stored
 from mooncake_ray.weights.tensor_file import Entry, bits, write
 
 __all__ = ["export_hf"]
@@ -22,9 +22,7 @@ __all__ = ["export_hf"]
 _INDEX = "model.safetensors.index.json"
 
 
-def export_hf(
-    snapshot: Snapshot, directory: str | os.PathLike[str], max_shard_bytes: int = 5 << 30, *, fsync: bool = True
-) -> Sequence[Path]:
+def export_hf(snapshot: Stored, directory: str | os.PathLike[str], max_shard_bytes: int = 5 << 30, *, fsync: bool = True) -> Sequence[Path]:
     """Writes whole tensors under their canonical names: `model.safetensors`, or several and an index, as transformers' `from_pretrained`
     reads them. Configuration and tokenizer are the caller's to put there.
 
@@ -74,7 +72,7 @@ def export_hf(
 class _Wholes:
     """Tensors of a snapshot, put together from its regions."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Stored) -> None:
         self._snapshot = snapshot
         self._digests = snapshot.manifest.digests()
         self._regions: dict[str, list[int]] = {}

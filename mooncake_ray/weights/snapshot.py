@@ -22,10 +22,11 @@ from typing import Any
 from mooncake_ray.errors import ConfigError, SnapshotError, SnapshotNotFoundError, StaleVersionError
 from mooncake_ray.weights.draft import Draft, version_name
 from mooncake_ray.weights.files import Files, Lock
-from mooncake_ray.weights.generation import Loaded, Snapshot, SnapshotSource
+from mooncake_ray.weights.generation import Snapshot, SnapshotSource
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.publication import Publication, publish_plan
 from mooncake_ray.weights.shard import Shard
+from mooncake_ray.weights.stored import Loaded
 
 __all__ = ["Draft", "Loaded", "Snapshot", "SnapshotSource", "SnapshotStore"]
 
