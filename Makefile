@@ -72,6 +72,7 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench spill
 	$(BIN)/python -m bench pull
 	$(BIN)/python -m bench fanout
+	$(BIN)/python -m bench delta
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)

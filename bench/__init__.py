@@ -12,6 +12,7 @@ BENCHES = {
     "driver": "eight producers to eight consumers, each needing rows of all: through the driver as refs, or as data",
     "pull": "get what was put on another node, over a shaped link and a free one: the pool, Ray, Mooncake, iperf3",
     "fanout": "one object to one reader, and to eight on four nodes, over shaped links",
+    "delta": "what a step of Adam changes of bfloat16 weights: bytes, making and applying, against xor+zstd, COO and dense",
     "spill": "a working set of four times the store: put all of it, then get all of it",
 }
 """Name of each bench, a module of this package, and what it measures."""

@@ -3,13 +3,13 @@
 The digest of a box of a tensor is the sum, modulo 2^64, of a term for each element, made of its bits and its place in the whole tensor. So the
 digests of disjoint boxes add up to that of their union, in any layout; and who knows which elements changed knows what to add.
 
-The term of an element with bits x (as an unsigned integer, zero-extended to 64 bits) and index i (in the whole tensor, in C order), all modulo 2^32
-but for the last product, with the upper and lower halves of x and i::
+The term of an element with bits x (as an unsigned integer, zero-extended to 64 bits) and index i (in the whole tensor, in C order) is, with
+their upper and lower halves, and all modulo 2^32 but for the last product::
 
     u  = i_lo * 0x9E3779B1 + i_hi * 0x7FEB352D;  u ^= u >> 15;  u *= 0xD168AAAD;  u ^= u >> 15
     a  = x_lo * 0xAF723597 + x_hi * 0x31848BAB + u
     b  = x_lo * 0x2C1B3C6D + x_hi * 0x297A2D39 + rotate(u, 16) + i_hi * 0x846CA68B
-    term = a * b                                                                                        (64 bits)
+    term = a * b
 
 It finds what goes wrong by chance: wrong, missing, moved or mixed elements. It is no defence against somebody who computes what to change.
 """
@@ -33,8 +33,8 @@ def content_digest(view: Any, lo: Sequence[int], shape: Sequence[int]) -> int:
     """The digest of a box of a tensor. Thread-safe; releases the GIL; uses several threads where there is much.
 
     Args:
-        view: torch.Tensor on the CPU, or np.ndarray, of the box's shape, with elements of 1, 2, 4 or 8 bytes and any strides. Leading dimensions of
-            length 1 may be more or fewer than the tensor's. Nobody may write it meanwhile.
+        view: torch.Tensor on the CPU, or np.ndarray, of the box's shape, with elements of 1, 2, 4 or 8 bytes and any strides. Leading
+            dimensions of length 1 may be more or fewer than the tensor's. Nobody may write it meanwhile.
         lo: Where the box begins in the tensor.
         shape: Of the whole tensor.
 
