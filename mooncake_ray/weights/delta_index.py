@@ -92,7 +92,7 @@ class Index:
         return min(ways, key=lambda w: w[0].nbytes + sum(s.nbytes for s in w[1]), default=None)
 
     def pruned(self, keep: int) -> Index:
-        """Without what is older than the newest `keep` anchors, and older than the newest anchor from which the newest version can be reached."""
+        """Without what is older than the newest `keep` anchors, and than the newest anchor from which the newest version can be reached."""
         newest = self.newest
         reaching = [a.version for a in self.anchors if newest is not None and self.way(a.version, newest) is not None]
         kept = [a.version for a in self.anchors[-keep:]]

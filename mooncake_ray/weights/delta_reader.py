@@ -193,7 +193,7 @@ class DeltaReader:
             out[rank] = merge(patches, layout.regions[rank]) if len(patches) > 1 else patches[0]
         return out, total
 
-    def _patch(self, file: str, wanted: Sequence[tuple[int, list[int], list[int]]] | None, regions: Regions) -> tuple[Patch, int]:
+    def _patch(self, file: str, wanted: tuple[np.ndarray, np.ndarray, np.ndarray] | None, regions: Regions) -> tuple[Patch, int]:
         """A patch, with those of its segments that boxes (region, lo, hi) want; or all of it."""
         where = self._directory.where(file)
         try:
@@ -204,9 +204,7 @@ class DeltaReader:
             patch = Patch.parse(self._directory.read(file, 0, size), whole=False)
         except ChecksumError as e:
             raise ChecksumError(f"{where}: {e}") from e
-        needed = np.unique(
-            np.concatenate([np.zeros(0, np.int64), *(patch.needed(regions, r, lo, hi) for r, lo, hi in wanted if patch.touched[r])])
-        )
+        needed = np.unique(patch.needed(regions, *wanted)[0])
         begin = patch.segments["offset"][needed].astype(np.int64) + patch.index_bytes
         end = begin + patch.segments["nbytes"][needed].astype(np.int64)
         read = HEAD_BYTES + size
@@ -253,6 +251,7 @@ class _Layout:
         shape = _padded([manifest.metas[r.tensor].shape for _, r in rows], d, 1)
         own = np.array([number.get(m.name, -1) for m in placement.metas], np.int64)[placement.tensor]
         own_lo, own_hi = _widened(placement.lo, d, 0), _widened(placement.hi, d, 1)
+        self._lo, self._hi = own_lo, own_hi
         pairs = [np.stack(p) for p in meetings((own, own_lo, own_hi), (tensor, lo, hi), busiest(tensor, lo, len(manifest.metas)))]
         fragment, region = np.concatenate(pairs, axis=1) if pairs else np.zeros((2, 0), np.int64)
         rank_of = np.array([rank for rank, _ in rows], np.int64)
@@ -268,11 +267,10 @@ class _Layout:
             self._pairs[part.rank] = fragment[mine], region[mine] - of.start
         self.parts = [rank for rank, (fragments, _) in self._pairs.items() if len(fragments)]
 
-    def wanted(self, rank: str) -> list[tuple[int, list[int], list[int]]]:
-        """(region, lo, hi) of the shard's boxes that meet what a rank writes."""
+    def wanted(self, rank: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Region, lo, hi of the shard's boxes that meet what a rank writes."""
         fragments, regions = self._pairs[rank]
-        lo, hi = self.placement.lo[fragments].tolist(), self.placement.hi[fragments].tolist()
-        return list(zip(regions.tolist(), lo, hi, strict=True))
+        return regions, self._lo[fragments], self._hi[fragments]
 
     def boxes(self, rank: str, patch: Patch, tensors: dict[int, torch.Tensor]) -> list[patching.Part]:
         """The shard's boxes in regions that a patch changes."""
