@@ -73,7 +73,7 @@ class Engine:
         self.engine = TorchModuleEngine(torch.nn.Module(), shard=StateDictSource(self.parts, boxes))
         self.member = group.engine(self.engine, name, rank, world, timeout_s=_READY_S)
 
-    def serves(self, seeds: dict[int, int]) -> tuple[int, str]:
+    def serves(self, newest: int) -> tuple[int, str]:
         """The version that it serves (-1: none), and "" or what is wrong with that."""
         import torch
 
@@ -83,9 +83,9 @@ class Engine:
             with self.engine.serving() as version:
                 if version is None:
                     return -1, ""
-                if version not in seeds:
+                if not 0 < version <= newest:
                     return version, f"serves version {version}, which nobody has published"
-                want, _ = cut(seeds[version], self.rank, self.world)
+                want, _ = cut(version, self.rank, self.world)
                 wrong = [n for n, t in want.items() if not torch.equal(t.view(torch.int16), self.parts[n].view(torch.int16))]
                 return version, f"says it serves version {version}, and {len(wrong)} tensors are another's: {wrong[:2]}" if wrong else ""
         except (EnginePausedError, EnginePoisonedError):
@@ -105,8 +105,7 @@ class Load:
         self._group = WeightSyncGroup("chaos", liveness_s=6.0)
         self.counts: Counter[str] = Counter()
         self.violations: list[str] = []
-        self._seeds: dict[int, int] = {}
-        self._seed = 0
+        self._seed = 0  # and version: they are the same
         self._trainers = [self._trainer(rank) for rank in range(_TRAINERS)]
         self._engines = {"e0": self._engine("e0", 2), "e1": self._engine("e1", 2), "e2": self._engine("e2", 1)}
         ray.get([a.__ray_ready__.remote() for a in self._actors()], timeout=_READY_S)
@@ -131,14 +130,13 @@ class Load:
             return
         mode = self._rng.choice(_MODES)
         before = time.monotonic()
-        ref = self._group.async_sync(mode=mode, timeout_s=SYNC_S)
+        ref = self._group.async_sync(self._seed, mode=mode, timeout_s=SYNC_S)
         if self._rng.random() < 0.6:
             time.sleep(self._rng.uniform(0.0, 0.4))
             self._kill()
 
         def done() -> None:
             report = self._ray.get(ref, timeout=LATE_S)
-            self._seeds[report.version] = self._seed
             self.counts[f"syncs_{report.mode}"] += 1
             self.counts["engines_lost"] += len(report.lost)
             self.counts["fallbacks"] += len(report.fallbacks)
@@ -149,18 +147,11 @@ class Load:
         self._look()
 
     def _look(self) -> None:
-        try:
-            latest = self._group.status(timeout_s=SYNC_S).published
-        except Exception as e:
-            self._judge("status", e)
-            return
-        if latest >= 0:
-            self._seeds.setdefault(latest, self._seed)
         for name, ranks in self._engines.items():
             said = []
             for rank in ranks:
                 try:
-                    said.append(self._ray.get(rank.serves.remote(self._seeds), timeout=_READY_S))
+                    said.append(self._ray.get(rank.serves.remote(self._seed), timeout=_READY_S))
                 except self._ray.exceptions.RayActorError:
                     said.append((-1, ""))
             self.violations += [f"{name}/{r}: {wrong}" for r, (_, wrong) in enumerate(said) if wrong]
@@ -217,9 +208,8 @@ class Load:
             self._seed += 1
             try:
                 self._ray.get([t.train.remote(self._seed) for t in self._trainers], timeout=_READY_S)
-                report = self._group.sync(mode="p2p", timeout_s=2 * SYNC_S)
-                self._seeds[report.version] = self._seed
-                self._group.wait_for(report.version, timeout_s=2 * SYNC_S)
+                self._group.sync(self._seed, mode="p2p", timeout_s=2 * SYNC_S)
+                self._group.wait_for(self._seed, timeout_s=2 * SYNC_S)
                 break
             except Exception as e:
                 if attempt == 2:
