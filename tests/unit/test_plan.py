@@ -329,6 +329,27 @@ def test_tensors_without_elements_or_dimensions():
     assert lower(publication, delivery, 0).runs.tolist() == [[0, 0, 0, 4]]
 
 
+@pytest.mark.parametrize(
+    ("shape", "most", "parts"),
+    [
+        ((10, 8), 160, [(10, 8)]),
+        ((10, 8), 80, [(5, 8)] * 2),
+        ((7, 8), 40, [(2, 8), (2, 8), (3, 8)]),  # a row too much is better than a part whose rows lie apart
+        ((2, 8), 8, [(1, 4)] * 4),
+        ((1, 8), 8, [(1, 4)] * 2),
+        ((4,), 4, [(2,)] * 2),
+        ((), 1, [()]),
+    ],
+)
+def test_large_fragments_are_divided(shape, most, parts):
+    meta = ParamMeta("m", "bfloat16", shape)
+    strides = tuple(packed_strides(np.array([shape], np.int64).reshape(1, -1), np.array([2]))[0].tolist())
+    placement = Placement.of("e0", [Fragment(meta, (0,) * len(shape), shape, "b", 64, strides)])
+    out = divide(placement, most)
+    assert sorted(tuple(e) for e in (out.hi - out.lo).tolist()) == sorted(parts)
+    assert np.concatenate([places(out, i) for i in range(len(out))]).tolist() == places(placement, 0).tolist()
+
+
 def test_more_than_four_gibibytes():
     """Offsets in a tensor of 12 GiB, of which one rank wants the columns of a corner."""
     meta = ParamMeta("big", "bfloat16", (1 << 17, 49152))
