@@ -21,6 +21,8 @@
     │  ├─ StaleVersionError                   a version, or a message of an update, that something newer has replaced
     │  ├─ DeltaBaseError                      a delta is against a version that is not what the receiver has
     │  ├─ ChecksumError                       weights that arrived are not the ones that were sent
+    │  ├─ EnginePausedError                   a request that came, or ran, while the engine was paused for new weights: send it again
+    │  ├─ EnginePoisonedError                 the engine's weights are of no version, and it serves nothing until they are restored whole
     │  ├─ SyncTimeoutError (TimeoutError)     not done before the deadline; says who was waited for
     │  ├─ SyncAbortedError                    an update ended before it was whole; what was served before is served on
     │  └─ SnapshotError                       a snapshot is not whole, or not what is asked of it; what was there before is there still
@@ -40,6 +42,8 @@ __all__ = [
     "ConfigError",
     "CorruptBlockError",
     "DeltaBaseError",
+    "EnginePausedError",
+    "EnginePoisonedError",
     "GetTimeoutError",
     "LeaseLostError",
     "MooncakeRayError",
@@ -166,6 +170,14 @@ class DeltaBaseError(WeightSyncError):
 
 class ChecksumError(WeightSyncError):
     """Weights arrived that are not the ones that were sent."""
+
+
+class EnginePausedError(WeightSyncError):
+    """A request that came while the engine was paused for new weights, or that the pause ended. It can be sent again."""
+
+
+class EnginePoisonedError(WeightSyncError):
+    """An update failed after it began to write: the engine's weights are a mixture. It serves nothing until all of them are written anew."""
 
 
 class SyncTimeoutError(WeightSyncError, TimeoutError):

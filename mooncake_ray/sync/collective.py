@@ -7,6 +7,8 @@ group is touched, and none is needed. Everybody goes through the objects in the 
 from __future__ import annotations
 
 import datetime
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.publication import Publication
 
 __all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive"]
+
+_LOOK_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,13 @@ class Ring:
         return self._group.broadcast([tensor], options)
 
     def close(self) -> None:
-        if hasattr(self._group, "abort"):
-            self._group.abort()
+        """What is still under way is given up. Gloo's own end would wait for it: a thread does."""
+        group, self._group = self._group, None
+        threading.Thread(target=_end, args=[group], name="mooncake_ray.gloo", daemon=True).start()
+
+
+def _end(group: Any) -> None:
+    group.abort()
 
 
 def broadcast_order(publication: Publication) -> list[int]:
@@ -80,14 +89,17 @@ def broadcast_order(publication: Publication) -> list[int]:
 
 
 def _finish(work: Any, deadline: Deadline, check: Callable[[], None]) -> None:
-    """Waits for a broadcast, and looks meanwhile whether it was given up."""
-    check()
+    """Waits for a broadcast, and looks meanwhile whether it was given up: Gloo's own wait cannot be ended."""
+    while not work.is_completed():
+        check()
+        if deadline.over:
+            raise SyncTimeoutError(f"a broadcast was not done within {deadline.timeout_s:g} s")
+        time.sleep(_LOOK_S)
     try:
-        work.wait(datetime.timedelta(seconds=deadline.left("a broadcast")))
+        work.wait()
     except RuntimeError as e:
         check()
-        kind = SyncTimeoutError if deadline.over or "imed out" in str(e) else SyncAbortedError
-        raise kind(f"a broadcast failed: {e}") from e
+        raise SyncAbortedError(f"a broadcast failed: {e}") from e
 
 
 def broadcast(ring: Ring, objects: Sequence[np.ndarray], device: torch.device, deadline: Deadline, check: Callable[[], None]) -> None:
