@@ -91,15 +91,15 @@ class Index:
         ways = [(anchor, way) for anchor in self.anchors if (way := self.way(anchor.version, version)) is not None]
         return min(ways, key=lambda w: w[0].nbytes + sum(s.nbytes for s in w[1]), default=None)
 
-    def pruned(self, keep: int) -> Index:
-        """Without what is older than the newest `keep` anchors, and than the newest anchor from which the newest version can be reached."""
-        newest = self.newest
-        reaching = [a.version for a in self.anchors if newest is not None and self.way(a.version, newest) is not None]
-        kept = [a.version for a in self.anchors[-keep:]]
-        if not reaching or not kept:
+    def pruned(self, keep: int, baseline: int | None) -> Index:
+        """Without what is older than the newest `keep` anchors. But what leads from an anchor to the newest version stays, and to the baseline
+        that patches to come are against."""
+        first = [a.version for a in self.anchors[-keep:]][:1]
+        for version in {self.newest, baseline} - {None}:
+            first += [a.version for a in self.anchors if self.way(a.version, version) is not None][-1:]
+        if not first:
             return self
-        first = min(reaching[-1], kept[0])
-        return Index(tuple(a for a in self.anchors if a.version >= first), tuple(s for s in self.steps if s.base >= first))
+        return Index(tuple(a for a in self.anchors if a.version >= min(first)), tuple(s for s in self.steps if s.base >= min(first)))
 
     def to_bytes(self) -> bytes:
         steps = [[s.base, s.version, s.publication, [[f.rank, f.file, f.nbytes, f.changed] for f in s.files]] for s in self.steps]

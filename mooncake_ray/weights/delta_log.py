@@ -70,8 +70,14 @@ class DeltaRank:
     ) -> None:
         self.directory, self.rank = Path(directory), rank
         self._shard, self._files = shard, files or Files(fsync)
-        self._plan: tuple[str, Regions, Placement, int] | None = None
+        self._placed: Placement | None = None
+        self._plan: tuple[str, Regions, int] | None = None
         self._states: dict[int, np.ndarray] = {}
+
+    def use(self, shard: Shard) -> None:
+        """From now on this is the shard, maybe with other buffers."""
+        if shard is not self._shard:
+            self._shard, self._placed = shard, None
 
     def write(self, update: Update) -> PatchFile | None:
         """Writes what changed since the update's base (None if there is none), and the rank's part of the anchor if it is one.
@@ -84,16 +90,16 @@ class DeltaRank:
             OSError: the disk is full, or fails.
         """
         publication = update.publication
-        if self._plan is None or self._plan[0] != publication.digest:
-            mine, placement = owned(publication, Placement.of(self.rank, self._shard.fragments()), self.rank)
-            regions, nbytes = _regions(publication, mine)
-            self._plan, self._states = (publication.digest, regions, placement, nbytes), {}
-        _, regions, placement, nbytes = self._plan
+        if self._placed is None or self._plan is None or self._plan[0] != publication.digest:
+            mine, self._placed = owned(publication, Placement.of(self.rank, self._shard.fragments()), self.rank)
+            if self._plan is None or self._plan[0] != publication.digest:
+                self._plan, self._states = (publication.digest, *_regions(publication, mine)), {}
+        _, regions, nbytes = self._plan
         if update.base is not None and update.base not in self._states:
             has = ", ".join(map(str, self._states)) or "none"
             raise DeltaBaseError(f"{self.rank} should write what changed since version {update.base}, and has {has}")
         now = np.zeros(nbytes, np.uint8)
-        for tensor, at in zip(views(placement, self._shard.buffers()), regions.offset.tolist(), strict=True):
+        for tensor, at in zip(views(self._placed, self._shard.buffers()), regions.offset.tolist(), strict=True):
             _copy(now[at : at + tensor.nbytes], tensor)
         written = None
         if update.base is not None:
@@ -226,7 +232,7 @@ class DeltaLog:
             manifest = update.draft.commit()
             self._anchors.pin(update.version, _PIN)
             anchors.append(Anchor(update.version, publication.digest, manifest.nbytes))
-        index = Index(tuple(anchors), tuple(steps)).pruned(self.keep)
+        index = Index(tuple(anchors), tuple(steps)).pruned(self.keep, self.baseline)
         self._files.put(self.directory / INDEX, [index.to_bytes()])
         self._files.sync_directory(self.directory)
         self._last = update.version, publication.digest
@@ -253,7 +259,7 @@ class DeltaLog:
                 writer = self._ranks.get(rank)
                 if writer is None:
                     writer = self._ranks[rank] = DeltaRank(self.directory, shard, rank, files=self._files)
-                writer._shard = shard
+                writer.use(shard)
                 written.append(writer.write(update))
             return self.commit(update, written)
         except Exception as e:

@@ -182,7 +182,9 @@ class DeltaReader:
                 file = next((f for f in step.files if f.rank == rank), None)
                 if file is None:
                     raise DeltaBaseError(f"the patch from version {step.base} to {step.version} has nothing of {rank}")
-                patch, nbytes = self._patch(file.file, None if len(way) > 1 else layout.wanted(rank), layout.regions[rank])
+                patch, nbytes = self._patch(
+                    file.file, None if len(way) > 1 or file.nbytes <= _NEAR else layout.wanted(rank), layout.regions[rank]
+                )
                 total += nbytes
                 if (patch.base_version, patch.version, patch.object) != (step.base, step.version, object_digest(step.publication, rank)):
                     raise DeltaBaseError(

@@ -146,7 +146,7 @@ class SnapshotStore:
         if not _NAME.match(name):
             raise ConfigError(f"a pin is named by letters, digits, '.', '_' and '-', not {name!r}")
         with self.open(version) as snapshot:
-            self._files.put(snapshot.path / f"{_PIN}{name}", [b""])
+            os.close(self._files.create(snapshot.path / f"{_PIN}{name}"))
             self._files.sync_directory(snapshot.path)
 
     def unpin(self, version: int, name: str) -> None:
