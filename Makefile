@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos soak cluster clean
+.PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,13 +72,18 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench spill
 	$(BIN)/python -m bench pull
 	$(BIN)/python -m bench fanout
+	$(BIN)/python -m bench plan
 	$(BIN)/python -m bench delta
+	$(BIN)/python -m bench sync
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)
 
 chaos: $(STAMP) ## Four nodes: cut links, kill nodes, brokers and services at random, and find nothing wrong (SECONDS=120)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress chaos --seconds $(or $(SECONDS),120)
+
+chaos-weights: $(STAMP) ## The same for a group that syncs weights: trainers, engines and the coordinator die (SECONDS=120)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress weights --seconds $(or $(SECONDS),120)
 
 soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --minutes $(or $(MINUTES),30)
@@ -94,7 +99,7 @@ $(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.
 	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 ip=iproute2 tc=iproute2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-test.txt
-	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11 mooncake-transfer-engine-non-cuda==0.3.13.post1 megatron-core==0.16.1
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 

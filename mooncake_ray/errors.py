@@ -21,8 +21,12 @@
     │  ├─ StaleVersionError                   a version, or a message of an update, that something newer has replaced
     │  ├─ DeltaBaseError                      a delta is against a version that is not what the receiver has
     │  ├─ ChecksumError                       weights that arrived are not the ones that were sent
+    │  ├─ EnginePausedError                   a request that came, or ran, while the engine was paused for new weights: send it again
+    │  ├─ EnginePoisonedError                 the engine's weights are of no version, and it serves nothing until they are restored whole
     │  ├─ SyncTimeoutError (TimeoutError)     not done before the deadline; says who was waited for
-    │  └─ SyncAbortedError                    an update ended before it was whole; what was served before is served on
+    │  ├─ SyncAbortedError                    an update ended before it was whole; what was served before is served on
+    │  └─ SnapshotError                       a snapshot is not whole, or not what is asked of it; what was there before is there still
+    │     └─ SnapshotNotFoundError (FileNotFoundError)  there is no snapshot of that version, or none at all
     ├─ SchemaError (TypeError)                fields of a batch disagree
     └─ ConfigError (ValueError)               a setting is out of range, or two settings exclude each other
 
@@ -38,6 +42,8 @@ __all__ = [
     "ConfigError",
     "CorruptBlockError",
     "DeltaBaseError",
+    "EnginePausedError",
+    "EnginePoisonedError",
     "GetTimeoutError",
     "LeaseLostError",
     "MooncakeRayError",
@@ -49,6 +55,8 @@ __all__ = [
     "PlanError",
     "RegistrationError",
     "SchemaError",
+    "SnapshotError",
+    "SnapshotNotFoundError",
     "StaleVersionError",
     "StoreError",
     "StoreFullError",
@@ -164,12 +172,31 @@ class ChecksumError(WeightSyncError):
     """Weights arrived that are not the ones that were sent."""
 
 
+class EnginePausedError(WeightSyncError):
+    """A request that came while the engine was paused for new weights, or that the pause ended. It can be sent again."""
+
+
+class EnginePoisonedError(WeightSyncError):
+    """An update failed after it began to write: the engine's weights are a mixture. It serves nothing until all of them are written anew."""
+
+
 class SyncTimeoutError(WeightSyncError, TimeoutError):
     """A step of an update was not done before its deadline. Says which, and by whom."""
 
 
 class SyncAbortedError(WeightSyncError):
     """An update ended before every engine could have it. What they served before, they serve on."""
+
+
+class SnapshotError(WeightSyncError):
+    """A snapshot on a disk is not whole, or not what is asked of it. Snapshots that were there before are there still."""
+
+
+class SnapshotNotFoundError(SnapshotError, FileNotFoundError):
+    """There is no snapshot of that version, or none at all."""
+
+    # OSError shows errno and strerror; these messages are sentences.
+    __str__ = Exception.__str__
 
 
 class SchemaError(MooncakeRayError, TypeError):

@@ -16,12 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray._private import state as ray_state
 from ray._private import worker as ray_worker
 from ray.experimental import internal_kv
 
+from mooncake_ray.counters import count, took
 from mooncake_ray.errors import StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync.choice import Choice
+from mooncake_ray.sync.choice import check as check_mode
 from mooncake_ray.sync.courier import Courier
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
 from mooncake_ray.sync.messages import Command, Join, Manifest, Member, Report
@@ -39,8 +43,6 @@ _POLL_S = 5.0
 _LOOK_EVERY_S = 0.5
 _CATCH_UP_S = 300.0
 _OPERATIONS = 16  # remembered
-AUTO = ("p2p", "nccl")
-"""The modes that `auto` tries, in this order."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,13 @@ class Coordinator:
         self._key = b"sync:" + settings.name.encode()
         self._roster, self._mail = Roster(), Mailbox()
         self._courier = Courier(self._mail, self._roster, Plans(settings.bucket_bytes, settings.ignore), settings.verify)
+        self._choice = Choice(settings.mode)
         self._heard: dict[str, float] = {}
         known = json.loads(internal_kv._internal_kv_get(self._key, namespace=_SPACE) or b"{}")
         self._epoch, self._version = int(known.get("epoch", 0)), int(known.get("version", -1))
         self._operations: dict[str, int] = known.get("operations", {})
+        self._expected = set(known.get("engines", ()))  # that were there before a restart, and have not joined again
+        self._patience = time.monotonic() + settings.liveness_s
         self._manifests: dict[int, Manifest] = {}
         self._updating = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -97,13 +102,15 @@ class Coordinator:
             and (manifest := await self._courier.recall(trainers)) is not None
         ):
             self._manifests.setdefault(manifest.version, manifest)
+        if member.role == "engine":
+            self._save()
         await self._notify()
         return self._version
 
     async def poll(self, id: str) -> list[Command] | None:
         """What that member is to do next; None: it is not known, and must join."""
         self._heard[id] = time.monotonic()
-        commands = await self._mail.take(id, _POLL_S)
+        commands = await self._mail.take(id, min(_POLL_S, self._settings.liveness_s / 4))
         if id in self._roster:
             self._heard[id] = time.monotonic()
         return commands
@@ -157,13 +164,14 @@ class Coordinator:
 
     # ---- versions
 
+    @ray.method(max_task_retries=-1)
     async def publish(self, version: int | None, operation: str, timeout_s: float) -> int:
         """Has the trainers publish what they hold now; their weights may change afterwards. Returns the version's number."""
         deadline = Deadline(timeout_s)
         async with self._updating:
             number = self._number(version, operation, fresh=True)
             if number not in self._manifests:
-                await self._publish(number, deadline)
+                await self._publish(number, operation, deadline)
             return number
 
     async def offer(self, id: str, version: int | None, timeout_s: float) -> int:
@@ -182,22 +190,41 @@ class Coordinator:
                 missing = set(range(member.world)) - ranks
                 if not missing and not self._updating.locked():
                     async with self._updating:
-                        await self._publish(number, deadline)
+                        await self._publish(number, f"offer {number} {self._epoch}", deadline)
                 else:
                     await self._wait(deadline, f"version {number}: trainer ranks {sorted(missing)[:5]} have not published")
         finally:
             self._offers.pop(number, None)
         return number
 
+    @ray.method(max_task_retries=-1)
     async def sync(self, version: int | None, operation: str, mode: str, timeout_s: float) -> SyncReport:
         """Publishes a version unless it is, and brings every engine to it."""
-        deadline = Deadline(timeout_s)
+        try:
+            report = await self._sync(version, operation, mode, Deadline(timeout_s))
+        except WeightSyncError as e:
+            count(f"weights_failures:{type(e).__name__}")
+            raise
+        count(f"weights_syncs:{report.mode}")
+        count("weights_bytes", report.nbytes)
+        count("weights_fallbacks", len(report.fallbacks))
+        count("weights_lost", len(report.lost))
+        for kind, seconds in (("publish", report.publish_s), ("stage", report.stage_s), ("pause", report.pause_s)):
+            if seconds:
+                took(kind, seconds)
+        logger.info("mooncake_ray: group %s: %s", self._settings.name, report)
+        await self._notify()
+        return report
+
+    async def _sync(self, version: int | None, operation: str, mode: str, deadline: Deadline) -> SyncReport:
         async with self._updating:
+            if mode:
+                check_mode(mode)
             number = self._number(version, operation, fresh=False)
-            report = SyncReport(number, mode or self._settings.mode)
+            report = SyncReport(number, mode)
             if number not in self._manifests:
                 begin = time.monotonic()
-                await self._publish(number, deadline)
+                await self._publish(number, operation, deadline, mode)
                 report.publish_s = time.monotonic() - begin
             await self._deliver(number, report, deadline)
             if not report.engines and report.lost:
@@ -206,8 +233,7 @@ class Coordinator:
                 self._version = number
                 self._save()
             self._forget(number)
-        await self._notify()
-        return report
+            return report
 
     def _latest(self) -> int:
         """The newest version there is."""
@@ -232,7 +258,8 @@ class Coordinator:
         return number
 
     def _save(self) -> None:
-        state = {"epoch": self._epoch, "version": self._version, "operations": self._operations}
+        engines = sorted({*self._roster.engines, *self._expected})
+        state = {"epoch": self._epoch, "version": self._version, "operations": self._operations, "engines": engines}
         internal_kv._internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_SPACE)
 
     def _next_epoch(self) -> int:
@@ -240,21 +267,29 @@ class Coordinator:
         self._save()
         return self._epoch
 
-    async def _publish(self, version: int, deadline: Deadline) -> None:
+    async def _publish(self, version: int, operation: str, deadline: Deadline, mode: str = "") -> None:
         while (trainers := self._roster.trainers) is None or not trainers.whole:
             there = 0 if trainers is None else len(trainers.joined)
             await self._wait(deadline, f"version {version}: {there} of {trainers.world if trainers else '?'} trainer ranks have joined")
-        self._manifests[version] = await self._courier.publish(version, trainers, self._next_epoch(), deadline)
+        self._manifests[version] = await self._courier.publish(
+            version, operation, trainers, self._next_epoch(), self._choice.wants_deltas(mode), deadline
+        )
         await self._notify()
 
     async def _deliver(self, version: int, report: SyncReport, deadline: Deadline, only: Sequence[str] | None = None) -> None:
         """Brings the engines that are not at the version to it; without those that die meanwhile, and by another mode if there is one."""
-        modes = list(AUTO) if report.mode == "auto" else [report.mode]
+        while missing := self._missing():
+            await self._wait(
+                deadline, f"version {version}: engines {missing[:5]} have not joined again after the coordinator was restarted"
+            )
+        manifest = self._manifests[version]
+        modes, report.why = self._choice.order(report.mode, manifest.patch_bytes, manifest.nbytes)
         while engines := [e for e in self._behind(version) if (only is None or e.name in only) and e.name not in report.lost]:
             names = {e.name for e in engines}
             report.mode = modes[0]
             try:
-                await self._courier.deliver(self._manifests[version], engines, modes[0], self._next_epoch(), report, deadline)
+                await self._courier.deliver(manifest, engines, modes[0], self._next_epoch(), report, deadline)
+                self._choice.took(modes[0], report.publish_s + report.stage_s)
                 return
             except WeightSyncError as e:
                 await self._bury()
@@ -267,6 +302,12 @@ class Coordinator:
                 else:
                     raise
 
+    def _missing(self) -> list[str]:
+        """Engines that a coordinator before this one knew, and that may still come back."""
+        whole = {e.name for e in self._roster.engines.values() if e.whole}
+        self._expected = self._expected - whole if time.monotonic() < self._patience else set()
+        return sorted(self._expected)
+
     def _behind(self, version: int | None = None) -> list[Unit]:
         """Engines that are whole, not at that version (the group's), and could be."""
         wanted = self._version if version is None else version
@@ -275,7 +316,7 @@ class Coordinator:
     async def _catch_up(self) -> None:
         async with self._updating:
             for name in [e.name for e in self._behind()]:
-                report = SyncReport(self._version, "auto")
+                report = SyncReport(self._version, "p2p")
                 try:
                     await self._deliver(self._version, report, Deadline(_CATCH_UP_S), [name])
                     logger.info("mooncake_ray: group %s: %s is at version %d now", self._settings.name, name, self._version)
@@ -292,6 +333,7 @@ class Coordinator:
 
     # ---- looking
 
+    @ray.method(max_task_retries=-1)
     async def status(self) -> GroupStatus:
         return GroupStatus(
             version=self._version,
@@ -303,6 +345,7 @@ class Coordinator:
             total_bytes=self._courier.total,
         )
 
+    @ray.method(max_task_retries=-1)
     async def wait_for(self, version: int, engines: list[str] | None, timeout_s: float) -> int:
         """Until those engines (all that there are) serve that version, or a newer one. Returns the oldest that one of them serves."""
         deadline = Deadline(timeout_s)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from mooncake_ray.errors import ChecksumError, PlanError, StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
-from mooncake_ray.sync.messages import Manifest, Member, Published
+from mooncake_ray.sync.messages import GivenUpError, Manifest, Member, Published
 from mooncake_ray.sync.plans import Plans, Route, check
 from mooncake_ray.sync.report import SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
@@ -21,7 +23,18 @@ from mooncake_ray.weights.plan import Publication
 
 __all__ = ["Courier"]
 
+logger = logging.getLogger("mooncake_ray")
+
 _OWN_KINDS = (ChecksumError, PlanError, SyncTimeoutError, StaleVersionError)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some of the engines, which get a version in the same way."""
+
+    mode: str
+    engines: list[Unit]
+    patches: Mapping[int, Blob] | None = None
 
 
 class Courier:
@@ -37,15 +50,15 @@ class Courier:
 
     # ---- publishing
 
-    async def publish(self, version: int, trainers: Unit, epoch: int, deadline: Deadline) -> Manifest:
-        """Has each trainer rank publish what it owns.
+    async def publish(self, version: int, operation: str, trainers: Unit, epoch: int, delta: bool, deadline: Deadline) -> Manifest:
+        """Has each trainer rank publish what it owns, and if `delta`, find out what changed.
 
         Raises:
             WeightSyncError: one could not; none has kept anything of it.
         """
-        origin, plan = await _in_thread(self._plans.origin, trainers.placement)
+        origin, plan = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
         publication = origin.publication
-        what = {"version": version, "plan": plan, "digest": publication.digest}
+        what = {"version": version, "operation": operation, "plan": plan, "digest": publication.digest, "delta": delta}
         values, errors = await self._mail.ask(trainers.members, epoch, "publish", _left(deadline, "publishing"), lambda _: what)
         if errors:
             for member in trainers.members:
@@ -62,7 +75,7 @@ class Courier:
         if len(parts) != trainers.world or len(same) != 1:
             return None
         version, plan = same.pop()
-        origin, _ = await _in_thread(self._plans.origin, trainers.placement)
+        origin, _ = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
         return manifest_of(version, origin.publication, parts) if origin.publication.digest == plan else None
 
     # ---- delivering
@@ -75,46 +88,86 @@ class Courier:
         Raises:
             WeightSyncError: nothing has changed for any engine.
         """
-        begin = time.monotonic()
         trainers = self._roster.trainers
         if trainers is None or not trainers.whole:
             raise SyncAbortedError(f"version {manifest.version}: the trainers that published it are gone")
-        origin, source = await _in_thread(self._plans.origin, trainers.placement)
+        origin, plan = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
         if origin.publication.digest != manifest.plan:
             raise StaleVersionError(f"version {manifest.version} was published by trainers of another layout")
-        route, plan = await _in_thread(self._plans.route, origin.publication, [e.placement for e in engines])
-        report.plan_s += time.monotonic() - begin
         engine_of = {m: e for e in engines for m in e.members}
-        self._note_units(epoch, route, engine_of)
-        begin = time.monotonic()
-        what = {"manifest": manifest, "origin": source, "route": plan, "digest": route.delivery.digest}
-        try:
-            if mode == "nccl":
-                prepared, errors = await self._broadcast(epoch, trainers, list(engine_of), what, route.delivery.ranks, deadline)
-            else:
-                prepared, errors = await self._mail.ask(engine_of, epoch, "stage", _left(deadline, "staging"), lambda _: what)
-            lost = {engine_of[m].name: str(e) for m, e in errors.items() if isinstance(e, MemberLostError) and m in engine_of}
-            failed = {m: e for m, e in errors.items() if m not in engine_of or engine_of[m].name not in lost}
-            if failed:
-                raise _together(f"version {manifest.version} was not staged", failed)
-            ready = [e for e in engines if e.name not in lost]
-            if self._verify:
-                staged = {m.name: v for m, v in prepared.items()}
-                for engine in ready:
-                    await _in_thread(
-                        check, origin.publication, route, manifest.digests, staged, [m.name for m, e in engine_of.items() if e is engine]
-                    )
-        except BaseException:
+
+        def give_up() -> None:
             for member in (*engine_of, *trainers.members):
                 self._mail.tell(member, epoch, "abort")
+
+        lost: dict[str, str] = {}
+        try:
+            for part in await self._parts(manifest, engines, mode, trainers, epoch, report, deadline):
+                begin = time.monotonic()
+                hosts = trainers.hosts | {rank: host for e in part.engines for rank, host in e.hosts.items()}
+                route, to = await _in_thread(
+                    self._plans.route, origin.publication, [e.placement for e in part.engines], hosts, trainers.aliases
+                )
+                report.plan_s += time.monotonic() - begin
+                members = {m: e for m, e in engine_of.items() if e in part.engines}
+                self._note_units(epoch, route, members)
+                begin = time.monotonic()
+                what = {"manifest": manifest, "origin": plan, "route": to, "digest": route.delivery.digest, "patches": part.patches}
+                if part.mode == "nccl":
+                    prepared, errors = await self._broadcast(epoch, trainers, list(members), what, route.delivery.ranks, deadline, give_up)
+                else:
+                    prepared, errors = await self._mail.ask(
+                        members, epoch, "stage", _left(deadline, "staging"), lambda _, w=what: w, give_up
+                    )
+                gone = {members[m].name: str(e) for m, e in errors.items() if isinstance(e, MemberLostError) and m in members}
+                if failed := {m: e for m, e in errors.items() if m not in members or members[m].name not in gone}:
+                    raise _together(f"version {manifest.version} was not staged", failed)
+                lost |= gone
+                if self._verify:
+                    staged = {m.name: v for m, v in prepared.items()}
+                    for engine in part.engines:
+                        if engine.name not in gone:
+                            ranks = [m.name for m, e in members.items() if e is engine]
+                            await _in_thread(check, origin.publication, route, manifest.digests, staged, ranks)
+                report.stage_s += time.monotonic() - begin
+                report.nbytes += self.total if part.patches is None else sum(b.nbytes for b in part.patches.values())
+        except BaseException:
+            give_up()
             raise
-        report.stage_s += time.monotonic() - begin
         report.lost.update(lost)
-        report.nbytes += self.total
-        await self._commit(manifest.version, engine_of, [e.name for e in ready], epoch, report, deadline)
+        await self._commit(manifest.version, engine_of, [e.name for e in engines if e.name not in lost], epoch, report, deadline)
+
+    async def _parts(
+        self, manifest: Manifest, engines: Sequence[Unit], mode: str, trainers: Unit, epoch: int, report: SyncReport, deadline: Deadline
+    ) -> list[_Part]:
+        """Which engines get it how. With `delta`, those that have no version to start from, or one that is too old, get all of it."""
+        if mode != "delta":
+            return [_Part(mode, list(engines))]
+        out, whole = [], []
+        for base in sorted({e.version for e in engines}):
+            these = [e for e in engines if e.version == base]
+            if base < 0:
+                whole += these
+                continue
+            what = {"base": base, "version": manifest.version}
+            made, errors = await self._mail.ask(trainers.members, epoch, "patch", _left(deadline, "patches"), lambda _, w=what: w)
+            if errors:
+                report.fallbacks.append(f"delta: {len(these)} engines at version {base} get all of it: {next(iter(errors.values()))}")
+                logger.warning("mooncake_ray: %s", report.fallbacks[-1])
+                whole += these
+            else:
+                out.append(_Part("delta", these, {number: blob for blobs in made.values() for number, blob in blobs.items()}))
+        return out + ([_Part("p2p", whole)] if whole else [])
 
     async def _broadcast(
-        self, epoch: int, trainers: Unit, engines: Sequence[Member], what: dict[str, Any], ranks: Sequence[str], deadline: Deadline
+        self,
+        epoch: int,
+        trainers: Unit,
+        engines: Sequence[Member],
+        what: dict[str, Any],
+        ranks: Sequence[str],
+        deadline: Deadline,
+        give_up: Callable[[], None],
     ) -> tuple[dict[Member, Any], dict[Member, WeightSyncError]]:
         """Has the trainers send and the engines receive. Returns what the engines answered, and everybody's errors."""
         met, errors = await self._mail.ask(trainers.members[:1], epoch, "meet", _left(deadline, "meeting"))
@@ -124,8 +177,8 @@ class Courier:
         said = {"meeting": meeting, "version": what["manifest"].version, "receivers": len(ranks)}
         left = _left(deadline, "the broadcast")
         (_, failed), (prepared, errors) = await asyncio.gather(
-            self._mail.ask(trainers.members, epoch, "broadcast", left, lambda _: said),
-            self._mail.ask(engines, epoch, "stage", left, lambda m: what | {"meeting": meeting, "seat": ranks.index(m.name)}),
+            self._mail.ask(trainers.members, epoch, "broadcast", left, lambda _: said, give_up),
+            self._mail.ask(engines, epoch, "stage", left, lambda m: what | {"meeting": meeting, "seat": ranks.index(m.name)}, give_up),
         )
         return prepared, failed | errors
 
@@ -188,7 +241,8 @@ def manifest_of(version: int, publication: Publication, parts: Mapping[str, Publ
     for rank, part in parts.items():
         blobs.update(part.blobs)
         digests[publication.owner == publication.ranks.index(rank)] = part.digests
-    return Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))), digests)
+    patched = [part.patch_bytes for part in parts.values()]
+    return Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))), digests, -1 if -1 in patched else sum(patched))
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -204,7 +258,8 @@ def _left(deadline: Deadline, what: str) -> float:
 
 def _together(what: str, errors: Mapping[Member, WeightSyncError]) -> WeightSyncError:
     """One error for those of several members, of the kind they have in common."""
-    text = "; ".join(f"{m}: {e}" for m, e in list(errors.items())[:3])
-    kinds = {type(e) for e in errors.values()}
+    own = {m: e for m, e in errors.items() if not isinstance(e, GivenUpError)} or errors  # the others ended because of these
+    text = "; ".join(f"{m}: {e}" for m, e in list(own.items())[:3])
+    kinds = {type(e) for e in own.values()}
     kind = kinds.pop() if len(kinds) == 1 else SyncAbortedError
-    return (kind if kind in _OWN_KINDS else SyncAbortedError)(f"{what} ({len(errors)} ranks failed): {text}")
+    return (kind if kind in _OWN_KINDS else SyncAbortedError)(f"{what} ({len(own)} ranks failed): {text}")

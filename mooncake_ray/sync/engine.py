@@ -17,13 +17,17 @@ from mooncake_ray._native import pool
 from mooncake_ray.errors import MooncakeRayError, PlanError, StaleVersionError, SyncTimeoutError
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync.changes import Changes, needed
 from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Manifest, State
 from mooncake_ray.sync.plans import Origin, Route, load
 from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.digest import content_digest
+from mooncake_ray.weights.patch import Patch, Regions
 from mooncake_ray.weights.placement import Placement
-from mooncake_ray.weights.plan import Reads, lower
+from mooncake_ray.weights.plan import Delivery, Publication, Reads, lower
+from mooncake_ray.weights.shard import views
 
 if TYPE_CHECKING:
     from mooncake_ray.engines.base import EngineAdapter
@@ -43,6 +47,10 @@ class _Staged:
     epoch: int
     version: int
     route: Route
+    digests: np.ndarray
+    """uint64: of this rank's boxes."""
+    changes: Changes | None = None
+    """Instead of units."""
     made: list[Blob] = field(default_factory=list)
     """That this rank leads, and others read."""
     units: dict[int, np.ndarray] = field(default_factory=dict)
@@ -57,6 +65,7 @@ class Engine(Agent):
         self._placement = Placement.of(self.member.name, adapter.shard().fragments())
         self._plans: dict[str, Origin | Route] = {}
         self._staged: _Staged | None = None
+        self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's boxes at it
         self._paused = 0.0
         self._told = threading.Condition()
         self._leaders: dict[tuple[int, int], Blob | None] = {}  # by epoch and unit; None: it will not have it
@@ -93,14 +102,39 @@ class Engine(Agent):
         deadline = Deadline(command.timeout_s)
         origin = self._plan(command.arguments["origin"], manifest.plan, Origin)
         route = self._plan(command.arguments["route"], command.arguments["digest"], Route)
-        staged = self._staged = _Staged(command.epoch, manifest.version, route)
-        if (meeting := command.arguments.get("meeting")) is not None:
+        boxes = route.boxes(self.member.name)
+        staged = self._staged = _Staged(command.epoch, manifest.version, route, np.zeros(len(boxes), np.uint64))
+        if (patches := command.arguments["patches"]) is not None:
+            self._fetch(staged, origin, patches, boxes)
+        elif (meeting := command.arguments.get("meeting")) is not None:
             self._receive(staged, origin, meeting, command.arguments["seat"], deadline)
         else:
             self._pull(staged, origin, manifest, deadline)
         with self._told:
             self._leaders = {key: blob for key, blob in self._leaders.items() if key[0] > command.epoch}
-        return np.zeros(len(route.boxes(self.member.name)), np.uint64)
+        if staged.changes is None:
+            for unit, data in staged.units.items():
+                of = np.flatnonzero(route.delivery.unit[boxes] == unit)
+                staged.digests[of] = regions_of(origin.publication, route.delivery, boxes[of]).digests(data)
+        return staged.digests
+
+    def _fetch(self, staged: _Staged, origin: Origin, patches: Mapping[int, Blob], boxes: np.ndarray) -> None:
+        """Mode `delta`: gets what changed, and works out what the digests are going to be."""
+        delivery = staged.route.delivery
+        found: dict[int, Patch] = {}
+        for number in needed(origin.publication, delivery, boxes).tolist():
+            self.check(staged.epoch)
+            found[number] = Patch.parse(blobs.view(patches[number]))
+        first, last = staged.route.spans[self.member.name]
+        staged.changes = Changes(self._placement, delivery.box_of[first:last], origin.publication, delivery, found)
+        targets = list(views(self._placement, self._adapter.shard().buffers()))
+        if self._digests is None or self._digests[0] != self.version:
+            which = staged.changes.box_of
+            at = [int(np.flatnonzero(which == box)[0]) for box in boxes]
+            own, metas = self._placement, origin.publication.metas
+            now = [content_digest(targets[i], own.lo[i].tolist(), metas[delivery.tensor[b]].shape) for i, b in zip(at, boxes, strict=True)]
+            self._digests = self.version, np.array(now, np.uint64)
+        staged.digests = staged.changes.digests(targets, self.version, boxes, self._digests[1])
 
     def _pull(self, staged: _Staged, origin: Origin, manifest: Manifest, deadline: Deadline) -> None:
         """Mode `p2p`: reads its regions from the trainers' nodes, and what others lead from theirs."""
@@ -133,8 +167,11 @@ class Engine(Agent):
         order = broadcast_order(publication)
         owners = sorted(set(publication.objects[:, 0].tolist()))
         device = self._device
-        rings = [Ring(meeting, owner, 1 + seat, 1 + len(delivery.ranks), self.member.host, device, deadline) for owner in owners]
+        rings: list[Ring] = []
         try:
+            for owner in owners:
+                size, host = 1 + len(delivery.ranks), self.member.host
+                rings.append(Ring(meeting, owner, 1 + seat, size, host, device, deadline, lambda: self.check(staged.epoch)))
             objects = [(owners.index(int(publication.objects[n, 0])), int(publication.object_nbytes[n])) for n in order]
             for number, data in zip(order, receive(rings, objects, device, deadline, lambda: self.check(staged.epoch)), strict=True):
                 for out, runs in wanted.get(number, ()):
@@ -160,11 +197,16 @@ class Engine(Agent):
         self._adapter.pause()
         try:
             self._adapter.start_weight_update()
-            self._adapter.update_weights({"pieces": enumerate(self._slots(staged))})
+            if staged.changes is not None:
+                self._adapter.update_weights({"apply": staged.changes.apply})
+            else:
+                self._adapter.update_weights({"pieces": enumerate(self._slots(staged))})
             self._adapter.finish_weight_update(staged.version)
         except BaseException:
             self._adapter.abort_weight_update()
+            self._digests = None
             raise
+        self._digests = staged.version, staged.digests
         return time.monotonic() - self._paused
 
     def do_resume(self, command: Command) -> float:
@@ -244,6 +286,16 @@ class Engine(Agent):
         if staged is not None:
             staged.units.clear()
             blobs.drop(staged.made)
+
+
+def regions_of(publication: Publication, delivery: Delivery, boxes: np.ndarray) -> Regions:
+    """Boxes of one unit, as they lie in its object."""
+    tensor, lo, hi = delivery.tensor[boxes], delivery.lo[boxes], delivery.hi[boxes]
+    shape = np.ones_like(lo)
+    for row, t in zip(shape, tensor.tolist(), strict=True):
+        if whole := publication.metas[t].shape:
+            row[len(row) - len(whole) :] = whole
+    return Regions(lo, hi, shape, publication.itemsize[tensor].astype(np.int32), delivery.offset[boxes])
 
 
 def by_object(reads: Reads) -> Iterator[tuple[int, np.ndarray]]:

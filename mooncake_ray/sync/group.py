@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from mooncake_ray.errors import ConfigError, SyncTimeoutError
 from mooncake_ray.objects import session
+from mooncake_ray.sync.choice import Mode, check
 from mooncake_ray.sync.coordinator import Coordinator, Settings
 from mooncake_ray.sync.engine import Engine
 from mooncake_ray.sync.report import GroupStatus, SyncReport
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightSyncGroup"]
 
-Mode = Literal["auto", "p2p", "nccl", "delta"]
 _NAMESPACE = "mooncake_ray"
 _GRACE_S = 5.0
 _JOIN_S = 60.0
@@ -67,6 +67,7 @@ class WeightSyncGroup:
         if bucket_bytes < 1 or liveness_s <= 0:
             raise ConfigError(f"bucket_bytes and liveness_s must be positive, got {bucket_bytes} and {liveness_s}")
         self.name = name
+        check(mode)
         job = ray.get_runtime_context().get_job_id()
         settings = Settings(name, job, mode, liveness_s, bucket_bytes, tuple(sorted(ignore)), verify)
         self._begin(settings)
@@ -78,7 +79,6 @@ class WeightSyncGroup:
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
-            max_task_retries=-1,
             max_concurrency=10_000,
             lifetime="detached",
         )
@@ -137,6 +137,8 @@ class WeightSyncGroup:
 
     def async_sync(self, version: int | None = None, *, mode: Mode | None = None, timeout_s: float = 300.0) -> ray.ObjectRef:
         """As `sync`, and does not wait: returns a ref of the report (or the error), for `ray.get`, `ray.wait` or `await`."""
+        if mode is not None:
+            check(mode)
         return self._handle.sync.remote(version, f"sync-{uuid.uuid4().hex}", mode or "", timeout_s)
 
     def versions(self) -> Mapping[str, int]:

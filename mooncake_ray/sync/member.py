@@ -14,18 +14,14 @@ import ray
 from ray._private import worker as ray_worker
 
 from mooncake_ray.errors import MooncakeRayError, SyncAbortedError, SyncTimeoutError, WeightSyncError
-from mooncake_ray.sync.messages import Command, Join, Member, Report
+from mooncake_ray.sync.messages import Command, GivenUpError, Join, Member, Report
 from mooncake_ray.transfer.deadline import Deadline, Pauses
 
-__all__ = ["MEMBER_CALL_S", "Aborted", "Agent", "this_member"]
+__all__ = ["MEMBER_CALL_S", "Agent", "this_member"]
 
 logger = logging.getLogger("mooncake_ray")
 
 MEMBER_CALL_S = 30.0  # of one call to the coordinator; a poll is shorter
-
-
-class Aborted(SyncAbortedError):
-    """The coordinator has given up the update that is being carried out."""
 
 
 def this_member(role: Any, unit: str, rank: int, world: int) -> Member:
@@ -111,9 +107,9 @@ class Agent:
             logger.debug("mooncake_ray: no coordinator: %s", e)
 
     def check(self, epoch: int) -> None:
-        """Raises Aborted if that update was given up."""
+        """Raises GivenUpError if that update was given up."""
         if epoch <= self._aborted or self._closed.is_set():
-            raise Aborted(f"epoch {epoch} was given up")
+            raise GivenUpError(f"epoch {epoch} was given up")
 
     # ---- threads
 
@@ -151,7 +147,7 @@ class Agent:
                 if command.what == "abort":
                     self._aborted = max(self._aborted, command.epoch)
                     self.hear(command)
-                elif command.number < 0:
+                elif command.what == "unit":
                     self.hear(command)
                 else:
                     self._work.put(command)
@@ -161,7 +157,7 @@ class Agent:
             value, error = None, None
             try:
                 if command.epoch < self._epoch:
-                    raise Aborted(f"epoch {command.epoch} is over; this member is at {self._epoch}")
+                    raise GivenUpError(f"epoch {command.epoch} is over; this member is at {self._epoch}")
                 self._epoch = command.epoch
                 self.check(command.epoch)
                 value = getattr(self, f"do_{command.what}")(command)
@@ -172,7 +168,9 @@ class Agent:
             except Exception as e:  # of a model's or an engine's own code
                 logger.exception("mooncake_ray: %s failed at %s", self.member, command.what)
                 error = WeightSyncError(f"{command.what}: {type(e).__name__}: {e}")
-            if isinstance(error, Aborted):
+            if command.number < 0:
+                continue
+            if isinstance(error, GivenUpError):
                 logger.info("mooncake_ray: %s: %s", self.member, error)
             try:
                 self.call("answer", Report(self.member.id, command.number, value, error))

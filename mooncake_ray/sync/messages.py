@@ -8,11 +8,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mooncake_ray.errors import WeightSyncError
+from mooncake_ray.errors import SyncAbortedError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.weights.placement import Placement
 
-__all__ = ["Command", "Join", "Manifest", "Member", "Published", "Report", "State", "rank_name"]
+__all__ = ["Command", "GivenUpError", "Join", "Manifest", "Member", "Published", "Report", "State", "rank_name"]
+
+
+class GivenUpError(SyncAbortedError):
+    """The coordinator has given up the update that is being carried out."""
+
 
 Role = Literal["trainer", "engine"]
 State = Literal["joined", "serving", "poisoned"]
@@ -54,12 +59,16 @@ class Published:
     """What one trainer rank has published of a version."""
 
     version: int
+    operation: str
+    """That it was published for: asked for again by the same, it is not made again."""
     plan: str
     """Digest of the publication."""
     blobs: Mapping[int, Blob]
     """By number of the object in the publication: those this rank owns."""
     digests: np.ndarray
     """uint64: content digest of each of its regions, in the publication's order of them."""
+    patch_bytes: int = -1
+    """Of what changed since the version before; -1: that is not known."""
     seconds: float = 0.0
 
 
@@ -74,6 +83,8 @@ class Join:
     version: int = -1
     """Of an engine: what it serves; -1: nothing that a group has given it."""
     state: State = "joined"
+    aliases: frozenset[str] = frozenset()
+    """Of a trainer: names of tensors that are others' storage too. Engines may want them, or not."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,12 @@ class Manifest:
     """By number of the object in the publication."""
     digests: np.ndarray
     """uint64 (regions)."""
+    patch_bytes: int
+    """Of what changed since the version before; -1: that is not known."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(blob.nbytes for blob in self.blobs)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ class SyncReport:
 
     version: int
     mode: str
+    """That it went by; what was asked for, if there was nothing to do."""
+    why: str = ""
+    """That mode."""
     engines: list[str] = field(default_factory=list)
     """That serve it now, because of this."""
     lost: dict[str, str] = field(default_factory=dict)
@@ -23,7 +26,7 @@ class SyncReport:
     fallbacks: list[str] = field(default_factory=list)
     """Modes that were tried before, and why they failed."""
     nbytes: int = 0
-    """Of the boxes that were staged, each once however many ranks have it."""
+    """Of the boxes that were staged, each once however many ranks have it; of the patches, where those were."""
     publish_s: float = 0.0
     plan_s: float = 0.0
     stage_s: float = 0.0

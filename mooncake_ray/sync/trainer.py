@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from mooncake_ray.errors import PlanError, SyncAbortedError
+from mooncake_ray.errors import DeltaBaseError, PlanError, SyncAbortedError
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.collective import Host, Meeting, Ring, broadcast, broadcast_order
+from mooncake_ray.sync.history import History
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Published
 from mooncake_ray.sync.plans import Origin, load
 from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.patch import Regions
 from mooncake_ray.weights.placement import Placement
+from mooncake_ray.weights.publication import Publication
 from mooncake_ray.weights.shard import Shard, views
 
 __all__ = ["Trainer"]
@@ -38,12 +41,14 @@ class Trainer(Agent):
         self._placement = Placement.of(self.member.name, shard.fragments())
         self._plan: tuple[Origin, np.ndarray] | None = None
         self._kept: dict[int, Published] = {}
+        self._history: History | None = None
+        self._patches: dict[tuple[int, int], dict[int, Blob]] = {}  # by versions: from, to
         self._host: Host | None = None
         self.start(timeout_s)
 
     def describe(self) -> Join:
         newest = self._kept[max(self._kept)] if self._kept else None
-        return Join(self.member, self._placement, newest)
+        return Join(self.member, self._placement, newest, aliases=frozenset(getattr(self._shard, "aliases", ())))
 
     def publish(self, version: int | None = None, *, timeout_s: float = 300.0) -> int:
         """Publishes this rank's weights; every rank of the trainers calls it. Returns the version, when the copy of all ranks is made:
@@ -58,14 +63,16 @@ class Trainer(Agent):
 
     def close(self) -> None:
         super().close()
-        blobs.drop(b for kept in self._kept.values() for b in kept.blobs.values())
+        for version in list(self._kept):
+            self._drop(version)
 
     def do_publish(self, command: Command) -> Published:
-        version = command.arguments["version"]
-        if version in self._kept:  # asked for again, by a coordinator that was restarted
-            if self._kept[version].plan == command.arguments["digest"]:
-                return self._kept[version]
-            self._drop(version)
+        version, operation = command.arguments["version"], command.arguments["operation"]
+        if version in self._kept:
+            kept = self._kept[version]
+            if (kept.operation, kept.plan) == (operation, command.arguments["digest"]):
+                return kept  # asked for again, by a coordinator that was restarted
+            self.do_withdraw(command)
         begin = time.monotonic()
         origin, mine = self._origin(command.arguments["plan"], command.arguments["digest"])
         publication = origin.publication
@@ -84,9 +91,44 @@ class Trainer(Agent):
         except BaseException:
             blobs.drop(made.values())
             raise
-        published = Published(version, publication.digest, made, np.zeros(len(mine), np.uint64), time.monotonic() - begin)
+        digests, patched = self._digests(publication, version, command, made)
+        published = Published(version, operation, publication.digest, made, digests, patched, time.monotonic() - begin)
         self._kept[version] = published
         return published
+
+    def _digests(self, publication: Publication, version: int, command: Command, made: Mapping[int, Blob]) -> tuple[np.ndarray, int]:
+        """Of this rank's regions. Where deltas are wanted, and there is a version before, its patches are made on the way.
+
+        Returns them, and the bytes of the patches; -1: there are none."""
+        if self._history is None or self._history.plan != publication.digest:
+            regions = {number: Regions.of(publication, number) for number in made}
+            self._history = History(publication.digest, regions, sum(blob.nbytes for blob in made.values()))
+        base = max((v for v, kept in self._kept.items() if v < version and kept.plan == publication.digest), default=None)
+        if command.arguments["delta"] and base is not None:
+            before = self._kept[base]
+            digests = self._history.add(
+                base, version, command.epoch, lambda n: blobs.view(before.blobs[n]), lambda n: blobs.view(made[n]), before.digests
+            )
+            return digests, sum(p.nbytes for p in self._history.patches(base, version).values())
+        found = [self._history.regions[number].digests(blobs.view(blob)) for number, blob in made.items()]
+        return np.concatenate(found) if found else np.zeros(0, np.uint64), -1
+
+    def do_patch(self, command: Command) -> dict[int, Blob]:
+        """Makes blobs of what changed since a version, until another one is published."""
+        base, version = command.arguments["base"], command.arguments["version"]
+        if self._history is None:
+            raise DeltaBaseError(f"{self.member} has not published version {base}")
+        if (base, version) not in self._patches:
+            made: dict[int, Blob] = {}
+            for number, patch in self._history.patches(base, version).items():
+                data = patch.data
+
+                def fill(out: np.ndarray, data: np.ndarray = data) -> None:
+                    out[:] = data
+
+                made[number] = blobs.write(len(data), fill, timeout_s=command.timeout_s, note=f"weights, {base} to {version}")
+            self._patches[base, version] = made
+        return self._patches[base, version]
 
     def do_meet(self, command: Command) -> Meeting:
         """Opens the place where the ranks of a broadcast find each other, until the next."""
@@ -100,7 +142,16 @@ class Trainer(Agent):
         publication, deadline = self._plan[0].publication, Deadline(command.timeout_s)
         me = publication.ranks.index(self.member.name)
         device = next((t.device for t in self._shard.buffers().values()), torch.device("cpu"))
-        ring = Ring(command.arguments["meeting"], me, 0, 1 + command.arguments["receivers"], self.member.host, device, deadline)
+        ring = Ring(
+            command.arguments["meeting"],
+            me,
+            0,
+            1 + command.arguments["receivers"],
+            self.member.host,
+            device,
+            deadline,
+            lambda: self.check(command.epoch),
+        )
         try:
             mine = [n for n in broadcast_order(publication) if n in kept.blobs]
             objects = [blobs.view(kept.blobs[n]) for n in mine]
@@ -108,16 +159,21 @@ class Trainer(Agent):
         finally:
             ring.close()
 
-    def hear(self, command: Command) -> None:
-        if command.what == "forget":
-            for version in [v for v in self._kept if v < command.arguments["before"]]:
-                self._drop(version)
-        elif command.what == "withdraw":
-            self._drop(command.arguments["version"])
+    def do_forget(self, command: Command) -> None:
+        for version in [v for v in self._kept if v < command.arguments["before"]]:
+            self._drop(version)
+
+    def do_withdraw(self, command: Command) -> None:
+        """Another rank could not publish that version, so there is none."""
+        self._drop(command.arguments["version"])
+        if self._history is not None:
+            self._history.withdraw(command.arguments["version"])
 
     def _drop(self, version: int) -> None:
         if (kept := self._kept.pop(version, None)) is not None:
             blobs.drop(kept.blobs.values())
+        for key in [key for key in self._patches if key[1] == version]:
+            blobs.drop(self._patches.pop(key).values())
 
     def _origin(self, blob: Blob, digest: str) -> tuple[Origin, np.ndarray]:
         """The plan, and which of its regions this rank owns."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
+
 import numpy as np
 
 from mooncake_ray.weights.boxes import Ragged
@@ -53,14 +56,21 @@ def rounds(sets: Ragged, place: np.ndarray) -> list[np.ndarray]:
     return [np.array(chosen, np.int64) for chosen, _ in out]
 
 
-def least_loaded(sizes: np.ndarray, which: np.ndarray, sets: Ragged, costs: Ragged, place: np.ndarray, load: np.ndarray) -> np.ndarray:
+def least_loaded(
+    sizes: np.ndarray,
+    which: np.ndarray,
+    sets: Ragged,
+    costs: Callable[[np.ndarray, np.ndarray], np.ndarray] | None,
+    place: np.ndarray,
+    load: np.ndarray,
+) -> np.ndarray:
     """Gives each item to one member of its set: the longest first, to whom has least then (Graham 1969); small sets before large ones.
 
     Args:
         sizes: of the items, (n).
         which: their sets, (n).
         sets: smaller ones first.
-        costs: as `sets`: what a byte costs each member.
+        costs: what a byte of some items costs some members, float (items, members); None: the same everywhere.
         place: whose load a member's is.
         load: float (places); is added to.
 
@@ -71,20 +81,45 @@ def least_loaded(sizes: np.ndarray, which: np.ndarray, sets: Ragged, costs: Ragg
     order = np.lexsort((np.arange(len(sizes)), -sizes, which))
     start = np.searchsorted(which[order], np.arange(len(sets) + 1))
     for number in range(len(sets)):
-        items, members, cost = order[start[number] : start[number + 1]], sets[number], costs[number]
+        items, members = order[start[number] : start[number + 1]], sets[number]
+        if not len(items):
+            continue
         if len(members) == 1:
             out[items] = members[0]
-            load[place[members[0]]] += float(sizes[items].sum()) * float(cost[0])
+            each = costs(items, members)[:, 0] if costs else 1.0
+            load[place[members[0]]] += float((sizes[items] * each).sum())
             continue
         spots, first = np.unique(place[members], return_index=True)
-        turns = [members[place[members] == spot] for spot in spots]  # members that share a place take turns
-        unit = cost[first]
-        levels = load[spots].copy()
-        taken = np.zeros(len(spots), np.int64)
-        for item in items.tolist():
-            n = int(np.argmin(levels + sizes[item] * unit))
+        turns = [members[place[members] == spot].tolist() for spot in spots]  # members that share a place take turns
+        taken = [0] * len(spots)
+        if costs is None:
+            chosen = _lightest(load, spots, sizes[items])
+        else:
+            chosen = _cheapest(load, spots, sizes[items][:, None] * costs(items, members[first]))
+        for item, n in zip(items.tolist(), chosen, strict=True):
             out[item] = turns[n][taken[n] % len(turns[n])]
             taken[n] += 1
-            levels[n] += sizes[item] * unit[n]
-        load[spots] = levels
+    return out
+
+
+def _lightest(load: np.ndarray, spots: np.ndarray, sizes: np.ndarray) -> list[int]:
+    heap = [(level, n) for n, level in enumerate(load[spots].tolist())]
+    heapq.heapify(heap)
+    out = []
+    for size in sizes.tolist():
+        level, n = heap[0]
+        out.append(n)
+        heapq.heapreplace(heap, (level + size, n))
+    for level, n in heap:
+        load[spots[n]] = level
+    return out
+
+
+def _cheapest(load: np.ndarray, spots: np.ndarray, added: np.ndarray) -> list[int]:
+    levels, out = load[spots], []
+    for more in added:
+        n = int((levels + more).argmin())
+        out.append(n)
+        levels[n] += more[n]
+    load[spots] = levels
     return out

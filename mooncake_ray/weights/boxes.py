@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Ragged", "busiest", "distinct", "firsts", "meetings", "same_members"]
+__all__ = ["Ragged", "busiest", "distinct", "divided", "firsts", "meetings", "same_members", "spread"]
 
 _STEP = 1 << 21  # pairs that are looked at together: bounds the memory that looking takes
 
@@ -36,7 +36,7 @@ class Ragged:
     def take(self, rows: np.ndarray) -> Ragged:
         """The rows of those numbers, in that order."""
         lengths = self.lengths[rows]
-        return Ragged(_starts(lengths), self.values[_spread(self.start[rows], lengths)])
+        return Ragged(_starts(lengths), self.values[spread(self.start[rows], lengths)])
 
     @classmethod
     def of(cls, row: np.ndarray, values: np.ndarray, rows: int) -> Ragged:
@@ -82,7 +82,7 @@ def same_members(row: np.ndarray, member: np.ndarray, rows: int) -> tuple[Ragged
     """The different sets among those that `row` (n) and `member` (n) name: member i belongs to the set of row `row[i]`, maybe more than once.
 
     Returns:
-        (sets, which): the different sets, as rising int32, smaller ones first, then by their members; and int64 (rows): which each row has.
+        (sets, which): the different sets, as rising int32, in no order that means anything; and int64 (rows): which each row has.
     """
     most = int(member.max(initial=0)) + 1
     both = np.sort(row.astype(np.int64) * most + member)
@@ -97,10 +97,31 @@ def same_members(row: np.ndarray, member: np.ndarray, rows: int) -> tuple[Ragged
             break
     else:
         raise RuntimeError("no hash tells the sets apart")
-    by_value = sorted(range(len(sets)), key=lambda i: (len(sets[i]), sets[i].tolist()))
-    place = np.empty(len(sets), np.int64)
-    place[by_value] = np.arange(len(sets))
-    return sets.take(np.array(by_value, np.int64)), place[which]
+    return sets, which
+
+
+def divided(lo: np.ndarray, hi: np.ndarray, itemsize: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts boxes of more than `most` bytes along their outermost dimension, into parts of about equal size, at most a row larger; and along the
+    next one where even a row is more.
+
+    Returns:
+        (of, lo, hi): rising int64: which box each part is of; and the parts' edges. How a box is cut depends on nothing but it and `most`.
+    """
+    of = np.arange(len(lo))
+    for dim in range(lo.shape[1]):
+        extent = hi - lo
+        parts = -(-(np.prod(extent, axis=1) * itemsize[of]) // most)
+        parts = np.where(
+            np.all(extent[:, :dim] == 1, axis=1), np.clip(parts, 1, np.maximum(extent[:, dim], 1)), 1
+        )  # or they would be strided
+        if parts.max(initial=1) == 1:
+            continue
+        i = np.repeat(np.arange(len(of)), parts)
+        n = np.arange(len(i)) - np.repeat(np.cumsum(parts) - parts, parts)
+        begin, length = lo[i, dim], extent[i, dim]
+        of, lo, hi, parts = of[i], lo[i], hi[i], parts[i]
+        lo[:, dim], hi[:, dim] = begin + n * length // parts, begin + (n + 1) * length // parts
+    return of, lo, hi
 
 
 def busiest(tensor: np.ndarray, lo: np.ndarray, tensors: int) -> np.ndarray:
@@ -146,7 +167,7 @@ def meetings(
     while at < len(many):
         to = max(at + 1, int(np.searchsorted(done, done[at] + _STEP, side="right")) - 1)
         i = np.repeat(np.arange(at, to), many[at:to])
-        j = order[_spread(start[at:to], many[at:to])]
+        j = order[spread(start[at:to], many[at:to])]
         keep = np.flatnonzero(tensor[i] == b_tensor[j])
         i, j = i[keep], j[keep]
         for d in range(lo.shape[1]):
@@ -164,7 +185,7 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _spread(start: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def spread(start: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """start[0], start[0] + 1, … for each length."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(start - (ends - lengths), lengths)

@@ -13,14 +13,17 @@ from functools import cached_property
 import numpy as np
 
 from mooncake_ray.errors import PlanError
+from mooncake_ray.weights.alike import Alike
 from mooncake_ray.weights.balance import least_loaded
-from mooncake_ray.weights.boxes import Ragged, distinct, firsts, meetings, same_members
+from mooncake_ray.weights.boxes import Ragged, distinct, firsts, same_members
+from mooncake_ray.weights.memory import refuse_shared
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.publication import ALIGNMENT, Publication, cut
+from mooncake_ray.weights.reach import Ops, Reach, few, tensors
 from mooncake_ray.weights.topology import Topology
 
-__all__ = ["Delivery", "deliver_plan"]
+__all__ = ["Delivery", "deliver", "deliver_plan"]
 
 _LEAST_UNIT = 1 << 20
 _UNITS_A_MEMBER = 32  # of a replica set, so that its members lead about equally much
@@ -137,37 +140,33 @@ def deliver_plan(
         ignore: names of tensors of the source that no rank need want.
 
     Raises:
-        PlanError: a tensor is of one side only, or of another dtype or shape there; or some of what is wanted is in no region.
+        PlanError: a tensor is of one side only, or of another dtype or shape there; some of what is wanted is in no region; or a byte of
+            a rank's buffers would be written twice.
     """
-    topology = topology or Topology()
-    tensor_of = _matched(publication, target, frozenset(ignore))
-    names = np.array(target.ranks, object)
-    by_name = np.argsort(names, kind="stable") if len(names) else np.zeros(0, np.int64)
-    place = np.empty(len(names), np.int32)
-    place[by_name] = np.arange(len(names), dtype=np.int32)
-    ranks = tuple(names[by_name].tolist())
-    d = max(publication.lo.shape[1], target.lo.shape[1])
-    regions = (publication.tensor, _widened(publication.lo, d, 0), _widened(publication.hi, d, 1))
+    return deliver(Reach(publication), target, topology or Topology(), frozenset(ignore))
 
-    first, box_of = distinct([tensor_of[target.tensor], *target.lo.T, *target.hi.T])
-    tensor = tensor_of[target.tensor[first]]
-    lo, hi = _widened(target.lo[first], d, 0), _widened(target.hi[first], d, 1)
-    itemsize = publication.itemsize[tensor] if len(tensor) else np.zeros(0, np.int64)
-    nbytes = np.prod(hi - lo, axis=1) * itemsize
-    found = [np.stack(pairs) for pairs in meetings((tensor, lo, hi), regions, publication.busiest)]
-    box, region = np.concatenate(found, axis=1) if found else np.zeros((2, 0), np.int64)
-    op_lo, op_hi = np.maximum(lo[box], regions[1][region]), np.minimum(hi[box], regions[2][region])
-    op_nbytes = np.prod(op_hi - op_lo, axis=1) * itemsize[box]
-    _prove(publication, tensor, lo, hi, nbytes, np.bincount(box, op_nbytes, minlength=len(tensor)))
 
-    sets, which = same_members(box_of, place[target.rank], len(first))
-    ready = np.zeros(len(first), np.int64)  # the bucket that a box is complete with
-    np.maximum.at(ready, box, publication.bucket[region])
+def deliver(reach: Reach, target: Placement, topology: Topology, ignore: frozenset[str]) -> Delivery:
+    """As `deliver_plan`, but intersects only what the reach has not seen yet."""
+    publication = reach.publication
+    refuse_shared(target)
+    tensor_of = _matched(publication, target, ignore)
+    ranks = Alike.of(target, tensor_of[target.tensor])
+    _extend(reach, target, ranks, tensor_of)
+    held = [reach.boxes(digest) for digest in ranks.digests]
+    every = np.concatenate(held) if held else np.zeros(0, np.int64)
+    used, row = distinct([every])
+    used = every[used]
+    classes, which = same_members(row, np.repeat(np.arange(len(held)), [len(h) for h in held]), len(used))
+    sets, place = ranks.ranks_of(classes)
+    which, ready = place[which], reach.ready[used]
+    tensor, lo, hi, nbytes = reach.tensor[used], reach.lo[used], reach.hi[used], reach.nbytes[used]
+
     padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
-    order = np.lexsort((*lo.T[::-1], tensor, which, ready))
+    order = np.lexsort((*hi.T[::-1], *lo.T[::-1], tensor, which, ready))
     total = np.bincount(which, padded, minlength=len(sets))
     limit = np.clip(total // (_UNITS_A_MEMBER * np.maximum(sets.lengths, 1)), _LEAST_UNIT, publication.bucket_bytes).astype(np.int64)
-    run = ready[order] * len(sets) + which[order]
+    run = (ready * len(sets) + which)[order]
     chunk, offset = cut(run, padded[order], limit[which[order]])
     new = np.ones(len(order), bool)
     new[1:] = (run[1:] != run[:-1]) | (chunk[1:] != chunk[:-1])
@@ -178,48 +177,60 @@ def deliver_plan(
     at = np.empty(len(order), np.int64)
     at[order] = np.arange(len(order))
 
-    box = at[box]
-    by_box = np.lexsort((region, box))
-    box, region, op_lo, op_hi, op_nbytes = (a[by_box] for a in (box, region, op_lo, op_hi, op_nbytes))
-    unit_ops = firsts(unit[box], len(begun))
+    op_start, ops = reach.ops_of(used[order])
+    unit_ops = op_start[unit_boxes]
     unit_set = which[order][begun]
-    first_region = region[unit_ops[:-1]]
-    unit_source = publication.owner[first_region]
-    leader = _leaders(publication, topology, ranks, sets, unit_set, unit_ops, op_nbytes, region)
+    nbytes = nbytes[order]
     return Delivery(
         publication.digest,
-        ranks,
+        ranks.ranks,
         tensor[order].astype(np.int32),
         lo[order],
         hi[order],
-        nbytes[order],
+        nbytes,
         unit.astype(np.int32),
         offset,
-        at[box_of],
+        _boxes_of(ranks, np.split(at[row], np.cumsum([len(h) for h in held])[:-1]), len(target)),
         sets,
         unit_set.astype(np.int32),
-        leader,
+        _leaders(publication, topology, ranks.ranks, sets, unit_set, unit_ops, ops),
         ready[order][begun].astype(np.int32),
-        offset[last] + nbytes[order][last],
+        offset[last] + nbytes[last],
         unit_boxes,
         unit_ops,
-        region,
-        box,
-        op_lo,
-        op_hi,
-        op_nbytes,
-        unit_source,
+        ops.region,
+        np.repeat(np.arange(len(order)), np.diff(op_start)),
+        ops.lo,
+        ops.hi,
+        ops.nbytes,
+        publication.owner[ops.region[unit_ops[:-1]]],
     )
+
+
+def _extend(reach: Reach, target: Placement, ranks: Alike, tensor: np.ndarray) -> None:
+    """Adds the classes that the reach has not."""
+    new = [i for i, digest in enumerate(ranks.digests) if digest not in reach]
+    if not new:
+        return
+    held = ranks.fragments.take(ranks.first[new])
+    rows = held.values
+    reach.add([ranks.digests[i] for i in new], held.start, tensor[target.tensor[rows]], target.lo[rows], target.hi[rows])
+
+
+def _boxes_of(ranks: Alike, held: list[np.ndarray], n: int) -> np.ndarray:
+    """int64 (n): the box of each fragment, from those of each class of ranks."""
+    out = np.empty(n, np.int64)
+    for rank, kind in enumerate(ranks.class_of.tolist()):
+        out[ranks.fragments[rank]] = held[kind]
+    return out
 
 
 def _matched(publication: Publication, target: Placement, ignore: frozenset[str]) -> np.ndarray:
     """int64 (metas of the target): the same tensors' numbers in the publication; -1 for those that no fragment is of."""
     at = {m.name: i for i, m in enumerate(publication.metas)}
-    has = np.zeros(len(publication.metas), bool)
-    has[publication.tensor] = True
-    wanted = np.zeros(len(target.metas), bool)
-    wanted[target.tensor] = True
-    out = np.full(len(target.metas), -1, np.int64)
+    has = (np.bincount(publication.tensor, minlength=len(publication.metas)) > 0).tolist()
+    wanted = (np.bincount(target.tensor, minlength=len(target.metas)) > 0).tolist()
+    out = [-1] * len(target.metas)
     unknown: list[str] = []
     different: list[tuple[ParamMeta, ParamMeta]] = []
     for number, meta in enumerate(target.metas):
@@ -228,59 +239,42 @@ def _matched(publication: Publication, target: Placement, ignore: frozenset[str]
         found = at.get(meta.name)
         if found is None or not has[found]:
             unknown.append(meta.name)
-        elif publication.metas[found] != meta:
+        elif publication.metas[found] is not meta and publication.metas[found] != meta:
             different.append((publication.metas[found], meta))
         else:
             out[number] = found
-    mapped = set(out.tolist())
+    mapped = set(out)
     unwanted = [m.name for i, m in enumerate(publication.metas) if has[i] and i not in mapped and m.name not in ignore]
     unwanted = [name for name in unwanted if name not in {a.name for a, _ in different}]
     problems = []
     if different:
         shown = "; ".join(f"{a.name} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there" for a, b in different[:5])
-        problems.append(f"{_tensors(len(different))} not the same to source and target: {shown}")
+        problems.append(f"{tensors(len(different))} not the same to source and target: {shown}")
     if unknown:
-        problems.append(f"the source has nothing of {_tensors(len(unknown))} that the target wants: {_few(unknown)}")
+        problems.append(f"the source has nothing of {tensors(len(unknown))} that the target wants: {few(unknown)}")
     if unwanted:
-        problems.append(f"no rank of the target wants anything of {_tensors(len(unwanted))} of the source: {_few(unwanted)}")
+        problems.append(f"no rank of the target wants anything of {tensors(len(unwanted))} of the source: {few(unwanted)}")
     if problems:
         raise PlanError("; and ".join(problems))
-    return out
-
-
-def _prove(publication: Publication, tensor: np.ndarray, lo: np.ndarray, hi: np.ndarray, nbytes: np.ndarray, covered: np.ndarray) -> None:
-    """Regions have nothing in common, so a box is covered exactly once if what it has in common with them adds up to it."""
-    bad = np.flatnonzero(covered != nbytes)
-    if not len(bad):
-        return
-    tensors = list(dict.fromkeys(publication.metas[t].name for t in tensor[bad].tolist()))
-    i = bad[0]
-    raise PlanError(
-        f"the source lacks some of what the target wants of {_tensors(len(tensors))}: {_few(tensors)}; "
-        f"of [{lo[i].tolist()}, {hi[i].tolist()}) of {publication.metas[tensor[i]].name} it has {int(covered[i])} of {int(nbytes[i])} bytes"
-    )
+    return np.array(out, np.int64)
 
 
 def _leaders(
     publication: Publication, topology: Topology, ranks: tuple[str, ...], sets: Ragged, unit_set: np.ndarray, unit_ops: np.ndarray,
-    op_nbytes: np.ndarray, region: np.ndarray,
+    ops: Ops,
 ) -> np.ndarray:  # fmt: skip
-    """int32 (u): by received bytes, the longest unit first."""
+    """int32 (u): by received bytes times distance, the longest unit first."""
     nic, nics = topology.nics_of(ranks)
-    done = np.concatenate([[0], np.cumsum(op_nbytes)])
+    done = np.concatenate([[0], np.cumsum(ops.nbytes)])
     sizes = done[unit_ops[1:]] - done[unit_ops[:-1]]
-    costs = Ragged(sets.start, np.ones(len(sets.values)))
-    return least_loaded(sizes, unit_set, sets, costs, nic, np.zeros(nics))
-
-
-def _widened(places: np.ndarray, d: int, fill: int) -> np.ndarray:
-    """With as many dimensions as `d`."""
-    return np.concatenate([np.full((len(places), d - places.shape[1]), fill, np.int64), places], axis=1)
-
-
-def _tensors(n: int) -> str:
-    return "1 tensor" if n == 1 else f"{n} tensors"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    host, hosts = topology.hosts_of(ranks)
+    from_host, from_hosts = topology.hosts_of(publication.ranks)
+    distance = topology.distances(from_hosts, hosts)
+    if np.all(distance == distance[:, :1]):  # nobody is nearer than anybody else
+        return least_loaded(sizes, unit_set, sets, None, nic, np.zeros(nics))
+    unit = np.repeat(np.arange(len(sizes)), np.diff(unit_ops))
+    first, pair = distinct([unit, from_host[publication.owner[ops.region]]])
+    share = np.bincount(pair, ops.nbytes) / sizes[unit[first]]
+    start, far = firsts(unit[first], len(sizes)), distance[from_host[publication.owner[ops.region[first]]]] * share[:, None]
+    each = np.add.reduceat(far, start[:-1], axis=0) if len(sizes) else far
+    return least_loaded(sizes, unit_set, sets, lambda items, members: each[items][:, host[members]], nic, np.zeros(nics))

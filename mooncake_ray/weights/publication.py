@@ -13,8 +13,10 @@ from functools import cached_property
 import numpy as np
 
 from mooncake_ray.errors import PlanError
+from mooncake_ray.weights.alike import Alike
 from mooncake_ray.weights.balance import fill, rounds
-from mooncake_ray.weights.boxes import Ragged, busiest, distinct, meetings, same_members
+from mooncake_ray.weights.boxes import Ragged, busiest, distinct, divided, meetings, same_members
+from mooncake_ray.weights.demand import demand
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.topology import Topology
@@ -44,7 +46,7 @@ class Publication:
     """int64 (m, d)."""
     fragment: np.ndarray
     """int64 (m): which fragment of the source placement the owner copies it from. The region is that fragment's box or, where a box was split
-    between owners, a part of it. Not in the digest, as it depends on the order in which the placement was joined."""
+    between owners or buckets, a part of it. Not in the digest, as it depends on the order in which the placement was joined."""
     owner: np.ndarray
     """int32 (m): index in `ranks`."""
     bucket: np.ndarray
@@ -104,46 +106,49 @@ def publish_plan(
         source: of all ranks together.
         topology: where ranks of source and target are; by default each rank is a host of its own.
         target: who will want it; a hint for the balance, not part of what is published.
-        bucket_bytes: about what an object may have at most. One of a single larger region is larger.
+        bucket_bytes: about what an object may have at most.
 
     Raises:
-        PlanError: two boxes of the source overlap and are not the same, or hold nothing at all.
+        PlanError: two boxes of the source overlap and are not the same.
     """
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
     topology = topology or Topology()
-    names = np.array(source.ranks, object)
-    by_name = np.argsort(names, kind="stable") if len(names) else np.zeros(0, np.int64)
-    ranks = tuple(names[by_name].tolist())
-    place = np.empty(len(ranks), np.int32)
-    place[by_name] = np.arange(len(ranks), dtype=np.int32)
-    rank = place[source.rank]
-
-    first, region = distinct([source.tensor, *source.lo.T, *source.hi.T])
-    tensor, lo, hi = source.tensor[first], source.lo[first], source.hi[first]
+    ranks = Alike.of(source, source.tensor)
+    held = ranks.fragments.take(ranks.first)  # by one rank of each class
+    rows = held.values
+    first, region = distinct([source.tensor[rows], *source.lo[rows].T, *source.hi[rows].T])
+    tensor, lo, hi = source.tensor[rows[first]], source.lo[rows[first]], source.hi[rows[first]]
     _refuse_overlaps(source, tensor, lo, hi)
-    sets, which = same_members(region, rank, len(first))
-    layers = np.array([m.layer for m in source.metas], np.int64)[tensor]
-    nbytes = source.nbytes[first]
-    share = _Shares(ranks, topology, sets, which, layers, nbytes, lo, hi)
-    if target is not None and len(target):
-        share.toward(source, target, tensor)
-    piece, lo, hi, owner = share.all()
+    holding = np.repeat(np.arange(len(held)), held.lengths)
+    classes, which = same_members(region, holding, len(first))
+    sets, place = ranks.ranks_of(classes)
+    which = place[which]
     itemsize = np.array([m.itemsize for m in source.metas], np.int64)
-    tensor, layers = tensor[piece], layers[piece]
+    whole, lo, hi = divided(lo, hi, itemsize[tensor], bucket_bytes)
+    tensor, which = tensor[whole], which[whole]
+    layers = np.array([m.layer for m in source.metas], np.int64)[tensor]
+    share = _Shares(ranks.ranks, topology, sets, which, layers, np.prod(hi - lo, axis=1) * itemsize[tensor], lo, hi)
+    if target is not None and len(target):
+        share.toward(demand(source.metas, (tensor, lo, hi), target, topology, share.hosts))
+    piece, lo, hi, owner = share.all()
+    tensor, layers, whole = tensor[piece], layers[piece], whole[piece]
     nbytes = np.prod(hi - lo, axis=1) * itemsize[tensor]
 
-    holder = region * len(ranks) + rank
-    order = np.argsort(holder, kind="stable")
-    fragment = order[np.searchsorted(holder[order], piece * len(ranks) + owner)]
+    # The owner's class has the region in some row; the owner has it in its own row of that number.
+    key = region * len(held) + holding
+    order = np.argsort(key, kind="stable")
+    kind = ranks.class_of[owner]
+    row = order[np.searchsorted(key[order], whole * len(held) + kind)] - held.start[kind]
+    fragment = ranks.fragments.values[ranks.fragments.start[owner] + row]
 
-    bucket, offset, order = _buckets(owner, layers, tensor, lo, nbytes, len(ranks), bucket_bytes)
+    bucket, offset, order = _buckets(owner, layers, tensor, lo, nbytes, len(ranks.ranks), bucket_bytes)
     tensor, lo, hi, owner, fragment, nbytes = (a[order] for a in (tensor, lo, hi, owner, fragment, nbytes))
     first, object_of = distinct([owner, bucket])
-    last = np.append(first[1:], len(owner)) - 1
+    last = np.append(first[1:], len(owner))[: len(first)] - 1
     return Publication(
         source.metas,
-        ranks,
+        ranks.ranks,
         bucket_bytes,
         tensor.astype(np.int32),
         lo,
@@ -182,38 +187,42 @@ class _Shares:
         self, ranks: tuple[str, ...], topology: Topology, sets: Ragged, which: np.ndarray, layers: np.ndarray, nbytes: np.ndarray,
         lo: np.ndarray, hi: np.ndarray,
     ) -> None:  # fmt: skip
-        self.topology, self.sets, self.which, self.layers, self.nbytes, self.lo, self.hi = topology, sets, which, layers, nbytes, lo, hi
+        self.sets, self.which, self.layers, self.nbytes, self.lo, self.hi = sets, which, layers, nbytes, lo, hi
         self.nic, nics = topology.nics_of(ranks)
         self.host, self.hosts = topology.hosts_of(ranks)
         self.load = np.zeros(nics)
         self.slack = max(_SLACK * float(nbytes.sum()) / max(1, len(ranks)), _LEAST_PIECE)
-        self.distance = np.ones((1, max(1, len(self.hosts))))  # from each host to those of a class of regions
-        self.kind = np.zeros(len(which), np.int64)
+        self.distance = np.ones((len(sets), max(1, len(self.hosts))))  # from each host to where regions of a set go
 
-    def toward(self, source: Placement, target: Placement, tensor: np.ndarray) -> None:
-        """Takes into account how far it is to who wants each region most."""
-        raise NotImplementedError
+    def toward(self, wanted: tuple[np.ndarray, np.ndarray]) -> None:
+        """Takes into account how far it is to who wants each region: (kind of each region, distance of each kind from each host)."""
+        kind, distance = wanted
+        if np.all(distance == distance[:, :1]):  # nobody is nearer than anybody else
+            return
+        first, which = distinct([self.which, kind])
+        self.sets, self.which, self.distance = self.sets.take(self.which[first]), which, distance[kind[first]]
 
     def all(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(region, lo, hi, owner) of the pieces."""
         single = self.sets.lengths[self.which] == 1
         only = np.flatnonzero(single)
-        owners = self.sets.values[self.sets.start[self.which[only]]]
-        cost = self.distance[self.kind[only], self.host[owners]]
-        np.add.at(self.load, self.nic[owners], self.nbytes[only] * cost)
-        parts = [(only, self.lo[only], self.hi[only], owners.astype(np.int64))]
+        owners = self.sets.values[self.sets.start[self.which[only]]].astype(np.int64)
+        self._add(owners, self.nbytes[only], self.which[only])
+        parts = [(only, self.lo[only], self.hi[only], owners)]
         shared = np.flatnonzero(~single)
-        layer, classes = self.layers[shared], self.kind[shared]
-        for chosen in rounds(self.sets, self.nic):
-            member_of = np.zeros(len(self.sets), bool)
-            member_of[chosen] = True
-            here = member_of[self.which[shared]]
-            for at, kind in sorted(set(zip(layer[here].tolist(), classes[here].tolist(), strict=True))):
-                parts.append(self._share(shared[here & (layer == at) & (classes == kind)], kind))
+        turn = np.zeros(len(self.sets), np.int64)
+        for number, chosen in enumerate(rounds(self.sets, self.nic), 1):
+            turn[chosen] = number
+        first, step = distinct([turn[self.which[shared]], self.layers[shared]])
+        order = np.argsort(step, kind="stable")
+        parts += [self._share(shared[i]) for i in np.split(order, np.searchsorted(step[order], np.arange(1, len(first)))) if len(i)]
         piece, lo, hi, owner = (np.concatenate(a) for a in zip(*parts, strict=True))
         return piece, lo, hi, owner
 
-    def _share(self, regions: np.ndarray, kind: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _add(self, owner: np.ndarray, nbytes: np.ndarray, which: np.ndarray) -> None:
+        np.add.at(self.load, self.nic[owner], nbytes * self.distance[which, self.host[owner]])
+
+    def _share(self, regions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Regions of one layer, of sets of one size that have no member in common: laid end to end, and cut where the next owner begins."""
         regions = regions[np.argsort(self.which[regions], kind="stable")]
         first, row = distinct([self.which[regions]])
@@ -223,7 +232,7 @@ class _Shares:
         amount = np.bincount(row, size)
         nic = self.nic[members]
         sharing = (nic[:, :, None] == nic[:, None, :]).sum(axis=2)  # members of one device fill it together
-        cost = self.distance[kind, self.host[members]]
+        cost = self.distance[self.which[regions][first][:, None], self.host[members]]
         got = fill(self.load[nic], cost * sharing, amount)
         base = np.concatenate([[0], np.cumsum(amount)[:-1]])
         cuts = np.rint(base[:, None] + np.cumsum(got, axis=1)).astype(np.int64)
@@ -255,7 +264,7 @@ class _Shares:
         start = (ends - size)[piece] + begin * row_bytes
         owner = members.reshape(-1)[np.searchsorted(flat, start, side="right")].astype(np.int64)
         taken = (end - begin) * row_bytes
-        np.add.at(self.load, self.nic[owner], taken * self.distance[kind, self.host[owner]])
+        self._add(owner, taken, self.which[regions][piece])
         lo, hi = self.lo[regions][piece], self.hi[regions][piece]
         if lo.shape[1]:
             along = dim[piece]

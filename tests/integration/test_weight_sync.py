@@ -24,13 +24,17 @@ def started(kind, group, tp: int, *names: str):
     return actors
 
 
-@pytest.mark.parametrize(("source", "target", "mode"), [(1, 1, "auto"), (2, 4, "p2p"), (4, 2, "p2p"), (2, 3, "nccl")])
+@pytest.mark.parametrize(
+    ("source", "target", "mode"), [(1, 1, "auto"), (2, 4, "p2p"), (4, 2, "p2p"), (2, 3, "nccl"), (2, 3, "delta"), (3, 2, "delta")]
+)
 def test_every_engine_has_what_the_trainers_have(group, source, target, mode):
     trainers = started(TrainerRank, group, source, "trainer")
     engines = started(EngineRank, group, target, "e0", "e1")
     for version in range(3):
         ray.get([t.train.remote(version) for t in trainers])
         report = group.sync(mode=mode, timeout_s=60)
+        if mode == "delta":
+            assert report.mode == "delta"
         assert report.version == version and not report.fallbacks and sorted(report.engines) == ["e0", "e1"] and not report.lost
         assert all(ray.get([e.has.remote(version) for e in engines])), "bit for bit what the unsharded model's parts are"
         assert group.versions() == {"e0": version, "e1": version}

@@ -51,11 +51,56 @@ class _Rank:
     def ready(self) -> bool:
         return True
 
+    def no_trap(self) -> None:
+        """Undoes the ones below."""
+        for name in [name for name in vars(self.member) if name.startswith("do_")]:
+            delattr(self.member, name)
+
+    def die_at(self, step: str, after: bool = False) -> None:
+        """Has the process end when it is told to do that step: before it, or when it is done and nobody knows yet."""
+        import os
+
+        do = getattr(self.member, f"do_{step}")
+
+        def dying(command):
+            if after:
+                do(command)
+            os._exit(1)
+
+        setattr(self.member, f"do_{step}", dying)
+
+    def kill_at(self, step: str, group) -> None:
+        """Has the group's coordinator killed when this one is told to do that step."""
+        do = getattr(self.member, f"do_{step}")
+
+        def killing(command):
+            setattr(self.member, f"do_{step}", do)
+            ray.kill(group._handle, no_restart=False)
+            return do(command)
+
+        setattr(self.member, f"do_{step}", killing)
+
+    def fail_at(self, step: str, times: int = 1) -> None:
+        """Has it fail at that step so many times."""
+        do = getattr(self.member, f"do_{step}")
+        left = [times]
+
+        def failing(command):
+            if left[0]:
+                left[0] -= 1
+                raise RuntimeError(f"{step} was to fail")
+            return do(command)
+
+        setattr(self.member, f"do_{step}", failing)
+
 
 @ray.remote(num_cpus=0)
 class TrainerRank(_Rank):
     def join(self, group, name):
         return group.trainer(self.shard, self.rank, self.tp)
+
+    def publish(self, timeout_s: float = 60.0) -> int:
+        return self.member.publish(timeout_s=timeout_s)
 
     def train(self, seed: int) -> None:
         """Its weights are now those of that seed."""
@@ -66,34 +111,13 @@ class TrainerRank(_Rank):
 @ray.remote(num_cpus=0)
 class EngineRank(_Rank):
     def join(self, group, name):
-        return group.engine(_Adapter(self.shard), name, self.rank, self.tp)
+        from mooncake_ray.engines.torch_module import TorchModuleEngine
+
+        self.engine = TorchModuleEngine(torch.nn.Module(), shard=self.shard)
+        return group.engine(self.engine, name, self.rank, self.tp)
 
     def has(self, seed: int) -> bool:
+        """Whether it serves the weights of that seed, all of them and no others."""
         want = cut(model(seed), self.rank, self.tp)[0]
-        return all(torch.equal(want[name].view(torch.int16), self.parts[name].view(torch.int16)) for name in want)
-
-
-class _Adapter:
-    weight_version, poisoned = None, ""
-
-    def __init__(self, shard) -> None:
-        self._shard = shard
-
-    def shard(self):
-        return self._shard
-
-    def pause(self):
-        pass
-
-    resume = start_weight_update = abort_weight_update = pause
-
-    def update_weights(self, info):
-        from mooncake_ray.weights.placement import Placement
-        from mooncake_ray.weights.shard import views
-
-        targets = list(views(Placement.of("x", self._shard.fragments()), self._shard.buffers()))
-        for i, piece in info["pieces"]:
-            targets[i].copy_(piece)
-
-    def finish_weight_update(self, version):
-        self.weight_version = version
+        with self.engine.serving():
+            return all(torch.equal(want[name].view(torch.int16), self.parts[name].view(torch.int16)) for name in want)

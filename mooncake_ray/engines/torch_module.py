@@ -1,0 +1,294 @@
+"""`TorchModuleEngine`: the reference engine, over a plain torch module."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from mooncake_ray.engines.base import PauseMode, UpdateInfo
+from mooncake_ray.engines.derived import Derived
+from mooncake_ray.engines.gate import Gate
+from mooncake_ray.engines.generation import Generation, VersionSpans, next_token
+from mooncake_ray.errors import EnginePausedError, EnginePoisonedError, PlanError, StaleVersionError, WeightSyncError
+from mooncake_ray.weights.placement import Placement
+from mooncake_ray.weights.shard import Shard, views
+from mooncake_ray.weights.source import ModuleSource
+
+__all__ = ["TorchModuleEngine"]
+
+Digest = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], int]
+
+
+@dataclass
+class _Update:
+    """An update that is open."""
+
+    targets: list[torch.Tensor]
+    """All fragments, over the engine's memory."""
+    written: bool = False
+    """Whether anything may have been written."""
+    whole: set[int] = field(default_factory=set)
+    """The fragments whose whole content is new."""
+
+
+class TorchModuleEngine:
+    """Serves a module, and changes its weights in place. See `EngineAdapter` for the calls of an update.
+
+    `forward` and `generate` may be called from any thread; they compute without autograd, and never while weights are written. The module's
+    parameters stay at their addresses; so does what is derived from them.
+    """
+
+    name: ClassVar[str] = "torch_module"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        shard: Shard | None = None,
+        derived: Mapping[str, Callable[[torch.nn.Module], torch.Tensor]] | None = None,
+        post_load: Callable[[torch.nn.Module], None] | None = None,
+        weight_version: int | None = None,
+        patience_s: float = 300.0,
+    ) -> None:
+        """
+        Args:
+            shard: where the weights lie; by default each parameter and persistent buffer under its own name (see `TracedTarget` for others).
+            derived: tensors that are computed from weights, by the name they have in the module ("layers.0.attn.w_kc"); computed anew after an
+                update, and copied to where they are.
+            post_load: called after an update and after `derived`; the module's own `post_load_weights` by default. It may change tensors, not
+                put others in their place.
+            weight_version: of what the module holds now.
+            patience_s: how long a request waits for the end of a pause.
+
+        Raises:
+            PlanError: the shard does not fit the module, or a derived tensor is not there.
+        """
+        self.module = module
+        self._shard = shard if shard is not None else ModuleSource(module)
+        self._placement = Placement.of(self.name, self._shard.fragments())
+        self._derived = Derived(module, derived or {}, post_load or getattr(module, "post_load_weights", None))
+        self._gate = Gate(patience_s)
+        self._control = threading.RLock()
+        self._update: _Update | None = None
+        self._poison = ""
+        self._version = self._last = weight_version
+        self._targets()  # raises if they do not fit
+
+    def shard(self) -> Shard:
+        return self._shard
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._version
+
+    @property
+    def poisoned(self) -> str:
+        return self._poison
+
+    @property
+    def is_paused(self) -> bool:
+        return self._gate.is_paused
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """There is nothing to make ready; the settings are for others."""
+        with self._control:
+            if self._update is not None:
+                raise WeightSyncError("an update is open")
+            self.init_info = dict(init_info)
+
+    # Serving
+
+    @contextmanager
+    def serving(self) -> Iterator[int | None]:
+        """Weights stay as they are within; gives their version. For whoever reads them or computes with them.
+
+        Raises:
+            EnginePoisonedError: they are of no version.
+            EnginePausedError: the engine is paused, and refuses requests.
+        """
+        with self._gate.request() as begun, self._gate.step(begun), torch.no_grad():
+            self._refuse_poisoned()
+            yield self._version
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns. Raises as `serving`."""
+        with self.serving():
+            return self.module(*args, **kwargs)
+
+    def generate(self, tokens: Sequence[int], max_new_tokens: int) -> Generation:
+        """Greedy. Between two tokens a pause, and so another version, may come; each token says which version made it.
+
+        Returns:
+            What there is when the last token is made, or when a pause ends the request.
+
+        Raises:
+            EnginePoisonedError: the weights became a mixture, before or meanwhile.
+            EnginePausedError: the engine was paused, and refused the request.
+        """
+        spans = VersionSpans()
+        out: list[int] = []
+        with self._gate.request() as begun:
+            for _ in range(max_new_tokens):
+                try:
+                    with self._gate.step(begun), torch.no_grad():
+                        self._refuse_poisoned()
+                        out.append(next_token(self.module, [*tokens, *out]))
+                        spans.add(self._version)
+                except EnginePausedError:
+                    return Generation(tuple(out), spans.closed(), "abort")
+        return Generation(tuple(out), spans.closed(), "length")
+
+    def pause(self, mode: PauseMode = "keep", *, timeout_s: float = 60.0) -> None:
+        self._gate.pause(mode, timeout_s)
+
+    def resume(self) -> None:
+        with self._control:
+            if self._update is not None and self._update.written:
+                raise WeightSyncError("an update has begun to write: finish it or abort it first")
+            self._gate.resume()
+
+    # Updates
+
+    def start_weight_update(self) -> None:
+        with self._control:
+            if self._update is not None:
+                raise WeightSyncError("an update is open already")
+            self._update = _Update(self._targets())
+
+    def update_weights(self, update_info: UpdateInfo) -> None:
+        with self._control, torch.no_grad():
+            update = self._open()
+            if not self._gate.is_paused:
+                raise WeightSyncError("weights are only written while the engine is paused")
+            if len(update_info) != 1 or not update_info.keys() <= {"pieces", "apply"}:
+                raise WeightSyncError(f"an update is one of pieces and apply, got {', '.join(update_info) or 'nothing'}")
+            targets = _Watched(update)
+            try:
+                if "pieces" in update_info:
+                    for i, piece in update_info["pieces"]:
+                        self._write(targets, i, piece)
+                        update.whole.add(i)
+                else:
+                    whole = update_info["apply"](targets)
+                    update.whole.update(range(len(targets))[i] for i in whole or ())
+            except BaseException as e:
+                if update.written:
+                    self._fail(e)
+                raise
+
+    def finish_weight_update(self, weight_version: int) -> None:
+        with self._control, torch.no_grad():
+            update = self._open()
+            if isinstance(weight_version, bool) or not isinstance(weight_version, int):
+                raise WeightSyncError(f"a version is an integer, got {weight_version!r}")
+            oldest = -1 if self._last is None else self._last + (not self._poison)
+            if weight_version < oldest:
+                raise StaleVersionError(f"version {weight_version} comes after version {self._last}")
+            if self._poison and len(update.whole) < len(self._placement):
+                written = f"{len(update.whole)} of {len(self._placement)} fragments"
+                raise WeightSyncError(f"the engine is poisoned, and only {written} are written anew")
+            if update.written:
+                try:
+                    self._derived.refresh()
+                except BaseException as e:
+                    self._fail(e)
+                    raise
+            self._update, self._poison = None, ""
+            self._version = self._last = weight_version
+
+    def abort_weight_update(self) -> None:
+        with self._control:
+            if self._update is not None and self._update.written:
+                self._fail("it was aborted")
+            self._update = None
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each parameter and buffer that there are weights in, by the engine's own name, in hex. Not while an
+        update writes; also of a paused or poisoned engine."""
+        with self._control:
+            return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in self._shard.buffers().items()}
+
+    def digests(self, digest: Digest) -> dict[str, int]:
+        """For each tensor of the model the digest of what this rank has of it, independent of how it lies here.
+
+        Args:
+            digest: of a box: gets a view, where the box begins in the whole tensor, and the shape of the whole. Digests of parts are added,
+                mod 2**64.
+
+        Not while an update writes; also of a paused or poisoned engine.
+        """
+        p, out, seen = self._placement, {}, set()
+        with self._control, torch.no_grad():
+            for i, view in enumerate(self._targets()):
+                meta = p.metas[p.tensor[i]]
+                d = len(meta.shape)
+                lo, hi = (tuple(a[i].tolist()[p.lo.shape[1] - d :]) for a in (p.lo, p.hi))
+                if (meta.name, lo, hi) not in seen:  # a box that is here twice counts once
+                    seen.add((meta.name, lo, hi))
+                    view = view.reshape(view.shape[view.dim() - d :]) if view.dim() > d else view
+                    out[meta.name] = (out.get(meta.name, 0) + digest(view, lo, meta.shape)) % 2**64
+        return out
+
+    def _targets(self) -> list[torch.Tensor]:
+        return list(views(self._placement, self._shard.buffers()))
+
+    def _write(self, targets: _Watched, i: int, piece: torch.Tensor) -> None:
+        if not 0 <= i < len(targets):
+            raise PlanError(f"there is no fragment {i} of {len(targets)}")
+        target = targets.look(i)
+        name = self._placement.metas[self._placement.tensor[i]].name
+        if piece.dtype != target.dtype or _trimmed(piece.shape) != _trimmed(target.shape):
+            raise PlanError(
+                f"{name}: a piece of {piece.dtype} {list(piece.shape)} is no content of fragment {i}, {target.dtype} {list(target.shape)}"
+            )
+        targets[i].copy_(piece.reshape(target.shape))
+
+    def _open(self) -> _Update:
+        if self._update is None:
+            raise WeightSyncError("no update is open: start_weight_update comes first")
+        return self._update
+
+    def _fail(self, why: object) -> None:
+        reason = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why
+        self._poison = f"an update failed after it had begun to write: {reason}"
+        self._version = self._update = None
+
+    def _refuse_poisoned(self) -> None:
+        if self._poison:
+            raise EnginePoisonedError(f"{self._poison}; all weights must be written anew")
+
+
+class _Watched(Sequence):
+    """Fragments, which notes when somebody gets hold of one."""
+
+    def __init__(self, update: _Update) -> None:
+        self._update = update
+
+    def __len__(self) -> int:
+        return len(self._update.targets)
+
+    def __getitem__(self, i: Any) -> Any:
+        found = self._update.targets[i]
+        self._update.written = True
+        return found
+
+    def look(self, i: int) -> torch.Tensor:
+        """To see what it is like."""
+        return self._update.targets[i]
+
+
+def _trimmed(shape: Iterable[int]) -> tuple[int, ...]:
+    shape = list(shape)
+    while shape and shape[0] == 1:
+        del shape[0]
+    return tuple(shape)
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,1 @@
+"""How training frameworks and engines lay a model's tensors out, as tables."""
