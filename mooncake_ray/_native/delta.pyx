@@ -61,7 +61,7 @@ cdef extern from *:
     cppclass CChange "mcr::delta::Change":
         uint64_t changed, digest
     cppclass COutcome "mcr::delta::Outcome":
-        bint good
+        uint8_t what
         CChange change
     cppclass CChain "mcr::delta::Chain":
         CChain()
@@ -173,7 +173,8 @@ def apply(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[:
     """Part i goes to box[i]. Mode 0 writes nothing, 1 applies, 2 takes back.
 
     Returns:
-        For each part: whether it is good (bool), how many elements of the box it changes (uint64), what that adds to their digest (uint64).
+        For each part: what became of it (uint8: 0 done, 1 cannot be decoded, 2 needs elements as they were that are not there, 3 left out because
+        of such others); how many elements of the box it changes (uint64), what that adds to their digest (uint64).
     """
     cdef vector[CPart] parts = parts_of(coded, rows)
     cdef int64_t n = box.shape[0], m = at.shape[0], d = extents.shape[1], i
@@ -190,10 +191,10 @@ def apply(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[:
         for i in range(n):
             of.push_back(&boxes[box[i]])
         outcomes = c_apply(parts, of, <CMode> mode)
-    good, changed, digest = np.empty(n, np.bool_), np.empty(n, np.uint64), np.empty(n, np.uint64)
+    what, changed, digest = np.empty(n, np.uint8), np.empty(n, np.uint64), np.empty(n, np.uint64)
     for i in range(n):
-        good[i], changed[i], digest[i] = outcomes[i].good, outcomes[i].change.changed, outcomes[i].change.digest
-    return good, changed, digest
+        what[i], changed[i], digest[i] = outcomes[i].what, outcomes[i].change.changed, outcomes[i].change.digest
+    return what, changed, digest
 
 
 def merge(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[::1] first, const int32_t[::1] itemsize,

@@ -168,22 +168,43 @@ std::vector<size_t> damaged(const std::vector<Part>& parts) {
 
 std::vector<Outcome> apply(const std::vector<Part>& parts, const std::vector<const Box*>& boxes, Mode mode) {
   std::vector<Outcome> out(parts.size());
+  auto fits = [&](size_t i) {
+    const Segment& s = parts[i].segment;
+    const uint64_t there = uint64_t(boxes[i]->elements());
+    return s.elements <= kMostElements && s.elements <= there && s.begin <= there - s.elements;
+  };
+  std::vector<size_t> first;  // those that are coded against what was there
+  for (size_t i = 0; i < parts.size(); ++i)
+    if (needs_old(parts[i].coded, parts[i].segment.nbytes) && fits(i)) first.push_back(i);
+  std::vector<Decoder> decoded(first.size());
+  each_in_parallel(first.size(), 8 * sum_of(parts), [&](size_t k) {
+    thread_local std::vector<std::byte> copy;
+    const size_t i = first[k];
+    const Segment& s = parts[i].segment;
+    out[i].what = Outcome::kStale;
+    const std::byte* old = mode == Mode::kRevert ? nullptr : packed_in(s, *boxes[i], copy);
+    if (!old || !decoded[k].decode(parts[i].coded, s.nbytes, s.elements, s.changed, boxes[i]->log, old)) return;
+    out[i].change = apply_to(decoded[k], s, *boxes[i], Mode::kCheck);
+    if (out[i].change.digest == s.digest) out[i].what = Outcome::kDone;
+    decoded[k].forget();
+  });
+  if (std::any_of(out.begin(), out.end(), [](const Outcome& o) { return o.what == Outcome::kStale; })) {
+    for (Outcome& o : out)
+      if (o.what != Outcome::kStale) o = {Outcome::kLeft, {}};
+    return out;
+  }
   each_in_parallel(parts.size(), 8 * sum_of(parts), [&](size_t i) {
     thread_local Decoder decoder;
-    thread_local std::vector<std::byte> copy;
     const Segment& s = parts[i].segment;
     const Box& box = *boxes[i];
-    const uint64_t there = uint64_t(box.elements());
-    if (s.elements > there || s.begin > there - s.elements) return;
-    const std::byte* old = nullptr;
-    if (needs_old(parts[i].coded, s.nbytes)) {
-      if (mode == Mode::kRevert || s.elements > kMostElements) return;
-      old = packed_in(s, box, copy);
-      if (!old) return;
+    if (out[i].what == Outcome::kDone) {
+      const size_t k = size_t(std::lower_bound(first.begin(), first.end(), i) - first.begin());
+      if (mode != Mode::kCheck) apply_to(decoded[k], s, box, mode);
+      return;
     }
-    if (!decoder.decode(parts[i].coded, s.nbytes, s.elements, s.changed, box.log, old)) return;
+    if (!fits(i) || !decoder.decode(parts[i].coded, s.nbytes, s.elements, s.changed, box.log, nullptr)) return;
     out[i].change = apply_to(decoder, s, box, mode);
-    out[i].good = true;
+    out[i].what = Outcome::kDone;
   });
   return out;
 }

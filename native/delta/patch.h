@@ -50,14 +50,18 @@ std::vector<size_t> damaged(const std::vector<Part>& parts);
 enum class Mode : int { kCheck, kApply, kRevert };
 
 struct Outcome {
-  // Otherwise nothing of it was applied: the bytes are not those of a segment, or, where they are coded against what was there, that is not all
-  // there, or another.
-  bool good = false;
-  Change change;      // in the box
+  enum What : uint8_t {
+    kDone,
+    kBroken,  // nothing of it was applied: the bytes are not those of a segment
+    kStale,   // it is coded against what was there, and that is not there, or not all of it
+    kLeft,    // it was not tried, because others are stale
+  } what = kBroken;
+  Change change;  // in the box
 };
 
 // Adds changes to boxes, of which no two may overlap, on several threads; or takes them back; or only says what they would be. box[i], simplified,
-// is for parts[i]. What is coded against what was there cannot be taken back. Throws std::bad_alloc, and then some may be applied.
+// is for parts[i]. What is coded against what was there is decoded first, all of it, and if any is stale, nothing is written. It cannot be taken
+// back. Throws std::bad_alloc, and then some may be applied.
 std::vector<Outcome> apply(const std::vector<Part>& parts, const std::vector<const Box*>& boxes, Mode mode);
 
 // One after another, as one: parts of the same segment of successive patches.

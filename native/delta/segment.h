@@ -46,6 +46,12 @@ class Decoder {
   // are not there, and then segments that are coded against them cannot be decoded.
   bool decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t changed, int log, const std::byte* old);
 
+  // Gives back memory that only decoding needs.
+  void forget() {
+    classes_ = {};
+    symbols_ = {}, more_ = {};
+  }
+
   // Calls take(position, step, later) in rising order; `later` is a position that will come soon.
   template <class F>
   void each(F&& take) const {

@@ -355,7 +355,7 @@ TEST(objects_and_boxes) {
     const auto did = apply(parts, of, Mode::kApply);
     CHECK(held == want);
     for (size_t i = 0; i < parts.size(); ++i) {
-      CHECK(did[i].good && would[i].good);
+      CHECK(did[i].what == Outcome::kDone && would[i].what == Outcome::kDone);
       CHECK_EQ(did[i].change.digest, would[i].change.digest);
       CHECK_EQ(did[i].change.changed, would[i].change.changed);
     }

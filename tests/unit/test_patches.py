@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from mooncake_ray.errors import ChecksumError, DeltaBaseError, MooncakeRayError,
 from mooncake_ray.weights.digest import content_digest
 from mooncake_ray.weights.patch import HEAD_BYTES, Classing, Part, Patch, Regions, apply, check, encode, merge, revert
 
+_NO_RESERVE = 0x4000  # MAP_NORESERVE
 DENSITIES = (0.0, 0.001, 0.02, 0.2, 0.5, 1.0)
 
 
@@ -364,6 +366,16 @@ def test_coded_against_what_was_there(apart, saved):
             apply(patch, made.regions, whole_parts(made, wrong))
         assert wrong.tobytes() == was
 
+    some = encode(old, new, made.regions, base_version=0, version=1, classing=Classing(np.array([7, -1, -1], np.int32), apart))
+    wrong = old.copy()
+    made.values(wrong, 2)[made.values(old, 2) != made.values(new, 2)] += 1
+    was = wrong.tobytes()
+    with pytest.raises(DeltaBaseError, match="region 2 does not hold version 0"):
+        apply(some, made.regions, whole_parts(made, wrong))
+    assert wrong.tobytes() == was
+    apply(some, made.regions, whole_parts(made, held := old.copy()))
+    np.testing.assert_array_equal(made.values(held, 2), made.values(new, 2))
+
     following = encode(new, newer, made.regions, base_version=1, version=2, classing=classing)
     with pytest.raises(DeltaBaseError, match="cannot be merged without their base"):
         merge([patch, following], made.regions)
@@ -537,3 +549,26 @@ def test_parts_that_do_not_fit():
     with pytest.raises(ValueError, match="an object of 100 bytes; its regions end at byte 200"):
         encode(old[:100], old, made.regions, base_version=0, version=1)
     assert apply(patch, made.regions, []) == []
+
+
+def test_positions_beyond_four_gibibytes():
+    """Byte positions of 32 bits, as other forms have them, wrap in tensors of 4 GiB and more. Only a few pages are really there."""
+    rows, columns = 1 << 11, 1 << 21
+    n = rows * columns + columns
+    old, new = (np.frombuffer(mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE), np.uint8) for _ in range(2))
+    shape = np.array([[rows + 1, columns]])
+    regions = Regions(np.zeros_like(shape), shape, shape, np.array([1], np.int32), np.array([0]))
+    places = [5, (1 << 32) - 1, 1 << 32, (1 << 32) + 5, n - 1]
+    new[places] = [1, 2, 3, 4, 255]
+    patch = encode(old, new, regions, base_version=0, version=1, before=np.zeros(1, np.uint64))
+    assert patch.changed == 5 and patch.nbytes < 1000
+    view = old.reshape(rows + 1, columns)
+    last = Part(0, view[rows:].copy(), (rows, 0))
+    assert apply(patch, regions, [last])[0].changed == 3
+    assert np.flatnonzero(last.view).tolist() == [0, 5, columns - 1]
+    apply(patch, regions, [Part(0, view, (0, 0))])
+    assert old[places].tolist() == [1, 2, 3, 4, 255]
+    was, now = (
+        [content_digest(np.array([v], np.uint8), (p,), (n,)) for p, v in zip(places, of, strict=True)] for of in ([0] * 5, new[places])
+    )
+    assert int(patch.table["after"][0]) == (sum(now) - sum(was)) % 2**64
