@@ -195,6 +195,8 @@ class Engine(Agent):
             raise StaleVersionError(f"{self.member} has not staged version {command.arguments['version']} in epoch {command.epoch}")
         self._paused = time.monotonic()
         self._adapter.pause()
+        if self.version == staged.version:  # another rank of this engine could not take it over, and does now
+            return 0.0
         try:
             self._adapter.start_weight_update()
             if staged.changes is not None:
