@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 __all__ = ["Updates"]
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 21
+_UNIQUE = 1 << 25
 _WIDTH = 0.02  # standard deviation of the weights
 # In a steady state, Adam's mean of gradients over the root of their mean square is about this wide where gradients are noise: sqrt(0.1 / 1.9)
 # at a beta of 0.9. It leans to one side where they are not.
@@ -14,22 +17,25 @@ _NOISE, _LEAN = 0.229, 0.05
 
 
 class Updates:
-    """Elements of one weight, uint16 bits of bfloat16; reproducible."""
+    """Elements of one weight, uint16 bits of bfloat16; reproducible. Large ones repeat themselves, too far apart for any compressor to see."""
 
     def __init__(self, elements: int, seed: int = 1) -> None:
         self.elements, self.seed = elements, seed
-        self.old = np.empty(elements, np.uint16)
-        for start in range(0, elements, _CHUNK):
-            self.old[start : start + _CHUNK] = _bfloat16(self._masters(start)[0])
+        self.old = self._repeated(lambda start: _bfloat16(self._masters(start)[0]))
 
     def new(self, fraction: float) -> np.ndarray:
         """What they are after a step by which about that fraction of them changes."""
-        rate = self._rate(fraction)
-        out = np.empty_like(self.old)
-        for start in range(0, self.elements, _CHUNK):
+        rate = np.float32(self._rate(fraction))
+
+        def stepped(start: int) -> np.ndarray:
             master, step = self._masters(start)
-            out[start : start + _CHUNK] = _bfloat16(master - np.float32(rate) * step)
-        return out
+            return _bfloat16(master - rate * step)
+
+        return self._repeated(stepped)
+
+    def _repeated(self, make: Callable[[int], np.ndarray]) -> np.ndarray:
+        unique = np.concatenate([make(start) for start in range(0, min(self.elements, _UNIQUE), _CHUNK)])
+        return np.resize(unique, self.elements)
 
     def _masters(self, start: int) -> tuple[np.ndarray, np.ndarray]:
         """Of some elements: float32 masters, and what Adam subtracts from them at a learning rate of 1."""

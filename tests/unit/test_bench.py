@@ -208,7 +208,7 @@ def test_target_of_fanout(all_of_them, ok):
 
 
 def test_plan_of_delta():
-    assert [(s.nbytes, s.rounds) for s in delta.plan()] == [(1 << 30, 5)]
+    assert [(s.nbytes, s.rounds) for s in delta.plan()] == [(1 << 30, 3)]
     assert [(s.nbytes, s.rounds) for s in delta.plan(["64MiB"], runs=1)] == [(64 << 20, 1)]
     with pytest.raises(ValueError, match="one size, of 64MiB, 1GiB; not 2MiB"):
         delta.plan(["2MiB"])
