@@ -10,6 +10,7 @@ from serving_models import Sizes, TinyServed, metas_of, whole_model
 from mooncake_ray.engines import engine_names, get_engine, register_engine
 from mooncake_ray.engines.torch_module import TorchModuleEngine
 from mooncake_ray.errors import ConfigError, PlanError, WeightSyncError
+from mooncake_ray.weights.digest import content_digest
 from mooncake_ray.weights.tracing import TracedTarget
 
 SIZES = Sizes()
@@ -157,6 +158,7 @@ def test_digests_do_not_depend_on_the_layout():
     plain = TorchModuleEngine(Derives())
     for engine in (fused, plain):
         new_weights(engine, 1, **whole)
+    assert fused.digests() == plain.digests() == {n: content_digest(t, (0, 0), (3, 3)) for n, t in whole.items()}
     assert fused.digests(digest) == plain.digests(digest) == {n: digest(t, (0, 0), (3, 3)) for n, t in whole.items()}
 
 
