@@ -105,7 +105,9 @@ class Courier:
             for part in await self._parts(manifest, engines, mode, trainers, epoch, report, deadline):
                 begin = time.monotonic()
                 hosts = trainers.hosts | {rank: host for e in part.engines for rank, host in e.hosts.items()}
-                route, to = await _in_thread(self._plans.route, origin.publication, [e.placement for e in part.engines], hosts)
+                route, to = await _in_thread(
+                    self._plans.route, origin.publication, [e.placement for e in part.engines], hosts, trainers.aliases
+                )
                 report.plan_s += time.monotonic() - begin
                 members = {m: e for m, e in engine_of.items() if e in part.engines}
                 self._note_units(epoch, route, members)

@@ -84,12 +84,14 @@ class Plans:
             self._origin = (key, origin, _stored(origin))
         return self._origin[1:]
 
-    def route(self, publication: Publication, targets: Sequence[Placement], hosts: Mapping[str, str]) -> tuple[Route, Blob]:
-        """`hosts`: of the ranks of both sides."""
-        key = (publication.digest, *(t.digest for t in targets), repr(sorted(hosts.items())))
+    def route(
+        self, publication: Publication, targets: Sequence[Placement], hosts: Mapping[str, str], aliases: Collection[str]
+    ) -> tuple[Route, Blob]:
+        """`hosts`: of the ranks of both sides. `aliases`: tensors that nobody need want, besides those to ignore."""
+        key = (publication.digest, *(t.digest for t in targets), repr((sorted(hosts.items()), sorted(aliases))))
         if key not in self._routes:
             joined = Placement.join(targets)
-            delivery = deliver_plan(publication, joined, topology=Topology(hosts), ignore=self._ignore)
+            delivery = deliver_plan(publication, joined, topology=Topology(hosts), ignore={*self._ignore, *aliases})
             route = Route(delivery, _spans(joined))
             while len(self._routes) >= _MOST:
                 blobs.drop([self._routes.pop(next(iter(self._routes)))[1]])

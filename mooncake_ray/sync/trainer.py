@@ -48,7 +48,7 @@ class Trainer(Agent):
 
     def describe(self) -> Join:
         newest = self._kept[max(self._kept)] if self._kept else None
-        return Join(self.member, self._placement, newest)
+        return Join(self.member, self._placement, newest, aliases=frozenset(getattr(self._shard, "aliases", ())))
 
     def publish(self, version: int | None = None, *, timeout_s: float = 300.0) -> int:
         """Publishes this rank's weights; every rank of the trainers calls it. Returns the version, when the copy of all ranks is made:
