@@ -33,6 +33,9 @@ class TestTorchModule(EngineSuite):
     def whole(self, version):
         return whole_model(SIZES, version)
 
+    def before_each_token(self, engine, call):
+        return engine.module.register_forward_pre_hook(lambda *_: call()).remove
+
     def answer(self, engine):
         return engine.forward(PROMPT).tolist()
 
