@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from engine_suite import EngineSuite, pieces
@@ -163,6 +166,31 @@ def test_digests_do_not_depend_on_the_layout():
         new_weights(engine, 1, **whole)
     assert fused.digests() == plain.digests() == {n: content_digest(t, (0, 0), (3, 3)) for n, t in whole.items()}
     assert fused.digests(digest) == plain.digests(digest) == {n: digest(t, (0, 0), (3, 3)) for n, t in whole.items()}
+
+
+def test_digests_wait_for_what_writes():
+    engine = TorchModuleEngine(Derives())
+    looked = threading.Event()
+
+    def digest(view, lo, shape):
+        looked.set()
+        return 0
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def slow():
+            for piece in pieces(engine, TWOS):
+                asked.append(pool.submit(engine.digests, digest))
+                yield piece
+                assert not looked.wait(0.01)
+
+        asked = []
+        engine.start_weight_update()
+        engine.pause()
+        engine.update_weights({"pieces": slow()})
+        assert asked[0].result(60) == {"a": 0, "b": 0}
+        engine.finish_weight_update(1)
+        engine.resume()
 
 
 def test_registry():
