@@ -167,8 +167,11 @@ class Engine(Agent):
         order = broadcast_order(publication)
         owners = sorted(set(publication.objects[:, 0].tolist()))
         device = self._device
-        rings = [Ring(meeting, owner, 1 + seat, 1 + len(delivery.ranks), self.member.host, device, deadline) for owner in owners]
+        rings: list[Ring] = []
         try:
+            for owner in owners:
+                size, host = 1 + len(delivery.ranks), self.member.host
+                rings.append(Ring(meeting, owner, 1 + seat, size, host, device, deadline, lambda: self.check(staged.epoch)))
             objects = [(owners.index(int(publication.objects[n, 0])), int(publication.object_nbytes[n])) for n in order]
             for number, data in zip(order, receive(rings, objects, device, deadline, lambda: self.check(staged.epoch)), strict=True):
                 for out, runs in wanted.get(number, ()):

@@ -142,7 +142,16 @@ class Trainer(Agent):
         publication, deadline = self._plan[0].publication, Deadline(command.timeout_s)
         me = publication.ranks.index(self.member.name)
         device = next((t.device for t in self._shard.buffers().values()), torch.device("cpu"))
-        ring = Ring(command.arguments["meeting"], me, 0, 1 + command.arguments["receivers"], self.member.host, device, deadline)
+        ring = Ring(
+            command.arguments["meeting"],
+            me,
+            0,
+            1 + command.arguments["receivers"],
+            self.member.host,
+            device,
+            deadline,
+            lambda: self.check(command.epoch),
+        )
         try:
             mine = [n for n in broadcast_order(publication) if n in kept.blobs]
             objects = [blobs.view(kept.blobs[n]) for n in mine]
