@@ -38,7 +38,7 @@ from mooncake_ray.weights.hf_export import export_hf
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.plan import publish_plan
 from mooncake_ray.weights.snapshot import SnapshotStore
-from mooncake_ray.weights.source import StateDictSource
+from mooncake_ray.weights.source import ModuleSource, StateDictSource
 
 
 def model(version=0):
@@ -333,6 +333,28 @@ def test_a_writer_killed_at_every_step(tmp_path):
                 break
             n += 1
         assert n > 10
+
+
+def test_tied_weights_change_once(tmp_path):
+    """What two names have in common is one place for who ties them, and two for who does not."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+    trained, engine = Tied(), Tied()
+    untied = {name: torch.zeros(10, 4) for name in ("embed.weight", "head.weight")}
+    log = DeltaLog(tmp_path, fsync=False)
+    readers = [DeltaReader(tmp_path, ModuleSource(engine)), reader_of(tmp_path, untied)]
+    for version, how in ((1, "anchor"), (2, "delta")):
+        with torch.no_grad():
+            trained.embed.weight[3] += version
+        log.append(version, ModuleSource(trained))
+        assert [reader.catch_up().how for reader in readers] == [how, how]
+        for held in (dict(engine.state_dict()), untied):
+            assert same(held, {name: trained.embed.weight.detach() for name in untied})
 
 
 # ---- HTTP
