@@ -98,7 +98,9 @@ class DeltaRank:
         if update.base is not None and update.base not in self._states:
             has = ", ".join(map(str, self._states)) or "none"
             raise DeltaBaseError(f"{self.rank} should write what changed since version {update.base}, and has {has}")
-        now = np.zeros(nbytes, np.uint8)
+        # What is not the base is not asked for any more: its memory is used again.
+        spare = [self._states.pop(v) for v in list(self._states) if v != update.base]
+        now = spare[0] if spare else np.empty(nbytes, np.uint8)
         for tensor, at in zip(views(self._placed, self._shard.buffers()), regions.offset.tolist(), strict=True):
             _copy(now[at : at + tensor.nbytes], tensor)
         written = None
@@ -114,8 +116,7 @@ class DeltaRank:
             written = PatchFile(self.rank, f"{DELTAS}/{name}", patch.nbytes, patch.changed)
         if update.draft is not None:
             update.draft.save(self._shard, rank=self.rank)
-        # What is older than the base is not asked for any more; between it and the newest nothing is.
-        self._states = {v: s for v, s in self._states.items() if v == update.base} | {update.version: now}
+        self._states[update.version] = now
         return written
 
 
