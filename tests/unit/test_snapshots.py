@@ -26,6 +26,7 @@ from mooncake_ray.errors import (
 )
 from mooncake_ray.weights import manifest
 from mooncake_ray.weights.hf_export import export_hf
+from mooncake_ray.weights.meta import ITEMSIZE
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.plan import publish_plan
 from mooncake_ray.weights.shard import Shard
@@ -115,6 +116,20 @@ def test_safetensors_own_loader_reads_it(tmp_path):
         if t.dim()
     }
     assert same(joined, {name: t for name, t in tensors.items() if t.dim()})
+
+
+def test_every_dtype(tmp_path):
+    from safetensors import safe_open
+
+    tensors = {name: filled((6, 8), getattr(torch, name), n) for n, name in enumerate(ITEMSIZE)}
+    store = SnapshotStore(tmp_path)
+    store.save(1, StateDictSource(tensors))
+    with safe_open(tmp_path / "version-00000001" / "part-00000-of-00001.safetensors", "pt") as file:
+        assert same({key: file.get_tensor(key) for key in file.keys()}, tensors)  # noqa: SIM118  (it is no mapping)
+    restored = {name: filled((6, 8), t.dtype, 99) for name, t in tensors.items()}
+    with store.open() as snapshot:
+        snapshot.load_into(StateDictSource(restored))
+    assert same(restored, tensors)
 
 
 def test_it_is_written_from_where_it_lies(tmp_path, monkeypatch):
