@@ -11,7 +11,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from mooncake_ray.errors import ChecksumError, ConfigError, DeltaBaseError, PlanError, SnapshotNotFoundError, StaleVersionError
+from mooncake_ray.errors import (
+    ChecksumError,
+    ConfigError,
+    DeltaBaseError,
+    MooncakeRayError,
+    PlanError,
+    SnapshotNotFoundError,
+    StaleVersionError,
+)
 from mooncake_ray.weights import patching
 from mooncake_ray.weights.boxes import busiest, distinct, meetings
 from mooncake_ray.weights.delta_index import Index, Step
@@ -137,8 +145,12 @@ class DeltaReader:
             if self._layout is None or self._layout.publication != stored.manifest.publication:
                 self._layout = _Layout(stored.manifest, self._placement)
             patches, nbytes = self._read(rest, self._layout)  # before anything is written
-            self.version = None  # until all of it is here
-            loaded = stored.load_into(self._shard, rank=self._rank, verify=verify)
+            held, self.version = self.version, None
+            try:
+                loaded = stored.load_into(self._shard, rank=self._rank, verify=verify)
+            except MooncakeRayError:
+                self.version = held  # nothing was written
+                raise
             self.version = version
         finally:
             close()
