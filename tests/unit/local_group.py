@@ -139,7 +139,7 @@ class Group:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._coordinator: Coordinator | None = None
         self._stack = contextlib.ExitStack()
-        self.leave = types.SimpleNamespace(remote=lambda id: self.ask("leave", id))  # as members find it at a Ray actor
+        self.leave = types.SimpleNamespace(remote=self._leave)  # as members find it at a Ray actor
 
     def __enter__(self) -> Group:
         keep = types.SimpleNamespace(
@@ -164,10 +164,8 @@ class Group:
 
     def __exit__(self, *_: object) -> None:
         for member in self.members:
-            member._closed.set()
-        self.kill_coordinator()
-        for member in self.members:
             member.close()
+        self.kill_coordinator()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(S)
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -192,6 +190,10 @@ class Group:
                     task.cancel()
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(S)
+
+    def _leave(self, id: str) -> None:
+        if self._coordinator is not None:
+            self.ask("leave", id)
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = S, given_up: Callable[[], bool] = lambda: False) -> Any:
         end = time.monotonic() + timeout_s
