@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos soak cluster clean
+.PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,12 +72,18 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench spill
 	$(BIN)/python -m bench pull
 	$(BIN)/python -m bench fanout
+	$(BIN)/python -m bench plan
+	$(BIN)/python -m bench delta
+	$(BIN)/python -m bench sync
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)
 
 chaos: $(STAMP) ## Four nodes: cut links, kill nodes, brokers and services at random, and find nothing wrong (SECONDS=120)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress chaos --seconds $(or $(SECONDS),120)
+
+chaos-weights: $(STAMP) ## The same for a group that syncs weights: trainers, engines and the coordinator die (SECONDS=120)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress weights --seconds $(or $(SECONDS),120)
 
 soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --minutes $(or $(MINUTES),30)

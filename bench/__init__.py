@@ -12,6 +12,9 @@ BENCHES = {
     "driver": "eight producers to eight consumers, each needing rows of all: through the driver as refs, or as data",
     "pull": "get what was put on another node, over a shaped link and a free one: the pool, Ray, Mooncake, iperf3",
     "fanout": "one object to one reader, and to eight on four nodes, over shaped links",
+    "sync": "a new version of a model from four trainer hosts to four engine hosts: broadcast as usual, ours, and what the links need",
+    "delta": "what a step of Adam changes of bfloat16 weights: bytes, making and applying, against xor+zstd, COO and dense",
     "spill": "a working set of four times the store: put all of it, then get all of it",
+    "plan": "how all of Kimi-K2 goes from a trainer to engines: seconds, how even senders' shares are, bytes that leave",
 }
 """Name of each bench, a module of this package, and what it measures."""

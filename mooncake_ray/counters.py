@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 
-__all__ = ["count", "snapshot", "take", "timed", "timing"]
+__all__ = ["count", "snapshot", "take", "timed", "timing", "took"]
 
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
@@ -19,6 +19,9 @@ _times: dict[str, deque[float]] = {
     "get": deque(maxlen=_TIMES),
     "room": deque(maxlen=_TIMES),
     "remote": deque(maxlen=_TIMES),
+    "publish": deque(maxlen=_TIMES),
+    "stage": deque(maxlen=_TIMES),
+    "pause": deque(maxlen=_TIMES),
 }
 _on = False
 
@@ -48,6 +51,12 @@ class timed:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if _on and (kind is None or self._kind == "room"):
             _times[self._kind].append(time.perf_counter() - self._started)
+
+
+def took(kind: str, seconds: float) -> None:
+    """Notes a time that is known already."""
+    if _on:
+        _times[kind].append(seconds)
 
 
 def timing(on: bool) -> None:

@@ -24,7 +24,9 @@
     │  ├─ EnginePausedError                   a request that came, or ran, while the engine was paused for new weights: send it again
     │  ├─ EnginePoisonedError                 the engine's weights are of no version, and it serves nothing until they are restored whole
     │  ├─ SyncTimeoutError (TimeoutError)     not done before the deadline; says who was waited for
-    │  └─ SyncAbortedError                    an update ended before it was whole; what was served before is served on
+    │  ├─ SyncAbortedError                    an update ended before it was whole; what was served before is served on
+    │  └─ SnapshotError                       a snapshot is not whole, or not what is asked of it; what was there before is there still
+    │     └─ SnapshotNotFoundError (FileNotFoundError)  there is no snapshot of that version, or none at all
     ├─ SchemaError (TypeError)                fields of a batch disagree
     └─ ConfigError (ValueError)               a setting is out of range, or two settings exclude each other
 
@@ -53,6 +55,8 @@ __all__ = [
     "PlanError",
     "RegistrationError",
     "SchemaError",
+    "SnapshotError",
+    "SnapshotNotFoundError",
     "StaleVersionError",
     "StoreError",
     "StoreFullError",
@@ -182,6 +186,17 @@ class SyncTimeoutError(WeightSyncError, TimeoutError):
 
 class SyncAbortedError(WeightSyncError):
     """An update ended before every engine could have it. What they served before, they serve on."""
+
+
+class SnapshotError(WeightSyncError):
+    """A snapshot on a disk is not whole, or not what is asked of it. Snapshots that were there before are there still."""
+
+
+class SnapshotNotFoundError(SnapshotError, FileNotFoundError):
+    """There is no snapshot of that version, or none at all."""
+
+    # OSError shows errno and strerror; these messages are sentences.
+    __str__ = Exception.__str__
 
 
 class SchemaError(MooncakeRayError, TypeError):

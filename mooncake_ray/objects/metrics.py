@@ -33,6 +33,9 @@ _A_WAIT_S = 0.01  # a create that takes longer has waited for room
 HISTOGRAMS = {
     "mooncake_ray_put_seconds": ("put", "Time to get room in the pool, copy the tensors of one value there, and publish them"),
     "mooncake_ray_get_seconds": ("get", "Time to pin and map one pool object"),
+    "mooncake_ray_weights_publish_seconds": ("publish", "Time in which all trainer ranks published a version of the weights"),
+    "mooncake_ray_weights_stage_seconds": ("stage", "Time in which all engines got a version beside what they served"),
+    "mooncake_ray_weights_pause_seconds": ("pause", "The longest that an engine's rank was paused for a version"),
     "mooncake_ray_remote_get_seconds": ("remote", "Time to get one object, or parts of one, from another node's pool"),
 }
 COUNTERS = {  # name → (what this process counts, description, tag)
@@ -52,6 +55,11 @@ COUNTERS = {  # name → (what this process counts, description, tag)
     "mooncake_ray_relays_lost": ("relays_lost", "Such readers that failed meanwhile", ()),
     "mooncake_ray_remote_sent_bytes": ("service:bytes_sent", "Bytes that this node's service sent to other nodes by its streams", ()),
     "mooncake_ray_peers_refused": ("service:refused", "Connections to this node's service that were refused", ()),
+    "mooncake_ray_weights_syncs": ("weights_syncs:", "Versions of weights that engines were brought to, by mode", ("mode",)),
+    "mooncake_ray_weights_failures": ("weights_failures:", "Versions that did not get to any engine, by error", ("error",)),
+    "mooncake_ray_weights_fallbacks": ("weights_fallbacks", "Modes that failed before another one did it", ()),
+    "mooncake_ray_weights_engines_lost": ("weights_lost", "Engines that died, or failed while they applied a version", ()),
+    "mooncake_ray_weights_staged_bytes": ("weights_bytes", "Bytes that engines staged, or of the patches where those were", ()),
     "mooncake_ray_reaped": ("reaped:", "Taken back from processes that died, by kind (sessions, leases, pins)", ("kind",)),
 }
 GAUGES = {  # name → (field or property of Snapshot, description)

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mooncake_ray.errors import SyncAbortedError, SyncTimeoutError
+from mooncake_ray.errors import GetTimeoutError, SyncAbortedError, SyncTimeoutError
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.publication import Publication
 
 __all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive", "tensor_over"]
 
 _LOOK_S = 0.001
+_CONNECT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,31 @@ class Host:
 class Ring:
     """One owner's group: rank 0 sends, the others receive."""
 
-    def __init__(self, meeting: Meeting, owner: int, rank: int, size: int, host: str, device: torch.device, deadline: Deadline) -> None:
-        """Waits for the others. `host`: this process's own address, from which it is to be reached.
+    def __init__(
+        self,
+        meeting: Meeting,
+        owner: int,
+        rank: int,
+        size: int,
+        host: str,
+        device: torch.device,
+        deadline: Deadline,
+        check: Callable[[], None],
+    ) -> None:
+        """Waits for the others. `host`: this process's own address, from which it is to be reached. `check` raises if it was given up.
 
         Raises SyncTimeoutError.
         """
-        timeout = datetime.timedelta(seconds=deadline.left("meeting"))
+        what = f"the {size} ranks of a broadcast"
         try:
+            timeout = datetime.timedelta(seconds=deadline.left(what))
             store = dist.PrefixStore(f"{meeting.tag}/{owner}", dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout))
+            store.set(f"here/{rank}", "")
+            everybody = [f"here/{n}" for n in range(size)]
+            while not store.check(everybody):  # what comes next cannot be ended, so nobody must be missing by then
+                check()
+                deadline.left(what)
+                time.sleep(_LOOK_S)
             self._group: Any
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
@@ -64,10 +82,12 @@ class Ring:
             else:
                 gloo = dist.ProcessGroupGloo._Options()
                 gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-                gloo._timeout = timeout
+                gloo._timeout = min(timeout, datetime.timedelta(seconds=_CONNECT_S))
                 self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
-        except (RuntimeError, dist.DistError) as e:
-            raise SyncTimeoutError(f"the {size} ranks of a broadcast have not met within {deadline.timeout_s:g} s: {e}") from e
+                self._group.set_timeout(timeout)
+        except (RuntimeError, dist.DistError, GetTimeoutError) as e:
+            check()
+            raise SyncTimeoutError(f"{what} have not met within {deadline.timeout_s:g} s: {e}") from e
 
     def start(self, tensor: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()

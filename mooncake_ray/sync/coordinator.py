@@ -21,6 +21,7 @@ from ray._private import state as ray_state
 from ray._private import worker as ray_worker
 from ray.experimental import internal_kv
 
+from mooncake_ray.counters import count, took
 from mooncake_ray.errors import StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.choice import Choice
@@ -109,7 +110,7 @@ class Coordinator:
     async def poll(self, id: str) -> list[Command] | None:
         """What that member is to do next; None: it is not known, and must join."""
         self._heard[id] = time.monotonic()
-        commands = await self._mail.take(id, _POLL_S)
+        commands = await self._mail.take(id, min(_POLL_S, self._settings.liveness_s / 4))
         if id in self._roster:
             self._heard[id] = time.monotonic()
         return commands
@@ -199,7 +200,23 @@ class Coordinator:
     @ray.method(max_task_retries=-1)
     async def sync(self, version: int | None, operation: str, mode: str, timeout_s: float) -> SyncReport:
         """Publishes a version unless it is, and brings every engine to it."""
-        deadline = Deadline(timeout_s)
+        try:
+            report = await self._sync(version, operation, mode, Deadline(timeout_s))
+        except WeightSyncError as e:
+            count(f"weights_failures:{type(e).__name__}")
+            raise
+        count(f"weights_syncs:{report.mode}")
+        count("weights_bytes", report.nbytes)
+        count("weights_fallbacks", len(report.fallbacks))
+        count("weights_lost", len(report.lost))
+        for kind, seconds in (("publish", report.publish_s), ("stage", report.stage_s), ("pause", report.pause_s)):
+            if seconds:
+                took(kind, seconds)
+        logger.info("mooncake_ray: group %s: %s", self._settings.name, report)
+        await self._notify()
+        return report
+
+    async def _sync(self, version: int | None, operation: str, mode: str, deadline: Deadline) -> SyncReport:
         async with self._updating:
             if mode:
                 check_mode(mode)
@@ -216,8 +233,7 @@ class Coordinator:
                 self._version = number
                 self._save()
             self._forget(number)
-        await self._notify()
-        return report
+            return report
 
     def _latest(self) -> int:
         """The newest version there is."""

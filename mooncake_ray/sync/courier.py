@@ -56,7 +56,7 @@ class Courier:
         Raises:
             WeightSyncError: one could not; none has kept anything of it.
         """
-        origin, plan = await _in_thread(self._plans.origin, trainers.placement)
+        origin, plan = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
         publication = origin.publication
         what = {"version": version, "operation": operation, "plan": plan, "digest": publication.digest, "delta": delta}
         values, errors = await self._mail.ask(trainers.members, epoch, "publish", _left(deadline, "publishing"), lambda _: what)
@@ -75,7 +75,7 @@ class Courier:
         if len(parts) != trainers.world or len(same) != 1:
             return None
         version, plan = same.pop()
-        origin, _ = await _in_thread(self._plans.origin, trainers.placement)
+        origin, _ = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
         return manifest_of(version, origin.publication, parts) if origin.publication.digest == plan else None
 
     # ---- delivering
@@ -91,7 +91,7 @@ class Courier:
         trainers = self._roster.trainers
         if trainers is None or not trainers.whole:
             raise SyncAbortedError(f"version {manifest.version}: the trainers that published it are gone")
-        origin, plan = await _in_thread(self._plans.origin, trainers.placement)
+        origin, plan = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
         if origin.publication.digest != manifest.plan:
             raise StaleVersionError(f"version {manifest.version} was published by trainers of another layout")
         engine_of = {m: e for e in engines for m in e.members}
@@ -104,7 +104,10 @@ class Courier:
         try:
             for part in await self._parts(manifest, engines, mode, trainers, epoch, report, deadline):
                 begin = time.monotonic()
-                route, to = await _in_thread(self._plans.route, origin.publication, [e.placement for e in part.engines])
+                hosts = trainers.hosts | {rank: host for e in part.engines for rank, host in e.hosts.items()}
+                route, to = await _in_thread(
+                    self._plans.route, origin.publication, [e.placement for e in part.engines], hosts, trainers.aliases
+                )
                 report.plan_s += time.monotonic() - begin
                 members = {m: e for m, e in engine_of.items() if e in part.engines}
                 self._note_units(epoch, route, members)

@@ -167,8 +167,11 @@ class Engine(Agent):
         order = broadcast_order(publication)
         owners = sorted(set(publication.objects[:, 0].tolist()))
         device = self._device
-        rings = [Ring(meeting, owner, 1 + seat, 1 + len(delivery.ranks), self.member.host, device, deadline) for owner in owners]
+        rings: list[Ring] = []
         try:
+            for owner in owners:
+                size, host = 1 + len(delivery.ranks), self.member.host
+                rings.append(Ring(meeting, owner, 1 + seat, size, host, device, deadline, lambda: self.check(staged.epoch)))
             objects = [(owners.index(int(publication.objects[n, 0])), int(publication.object_nbytes[n])) for n in order]
             for number, data in zip(order, receive(rings, objects, device, deadline, lambda: self.check(staged.epoch)), strict=True):
                 for out, runs in wanted.get(number, ()):
@@ -192,6 +195,8 @@ class Engine(Agent):
             raise StaleVersionError(f"{self.member} has not staged version {command.arguments['version']} in epoch {command.epoch}")
         self._paused = time.monotonic()
         self._adapter.pause()
+        if self.version == staged.version:  # another rank of this engine could not take it over, and does now
+            return 0.0
         try:
             self._adapter.start_weight_update()
             if staged.changes is not None:

@@ -83,6 +83,8 @@ class Join:
     version: int = -1
     """Of an engine: what it serves; -1: nothing that a group has given it."""
     state: State = "joined"
+    aliases: frozenset[str] = frozenset()
+    """Of a trainer: names of tensors that are others' storage too. Engines may want them, or not."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mooncake_ray.errors import ChecksumError, SyncAbortedError
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.weights.placement import Placement
-from mooncake_ray.weights.plan import Delivery, Publication, deliver_plan, publish_plan
+from mooncake_ray.weights.plan import Delivery, Publication, Topology, deliver_plan, publish_plan
 
 __all__ = ["Origin", "Plans", "Route", "check", "load"]
 
@@ -71,22 +71,27 @@ class Plans:
 
     def __init__(self, bucket_bytes: int, ignore: Collection[str]) -> None:
         self._bucket_bytes, self._ignore = bucket_bytes, ignore
-        self._origin: tuple[str, Origin, Blob] | None = None
+        self._origin: tuple[tuple[str, str], Origin, Blob] | None = None
         self._routes: dict[tuple[str, ...], tuple[Route, Blob]] = {}
 
-    def origin(self, source: Placement) -> tuple[Origin, Blob]:
-        if self._origin is None or self._origin[0] != source.digest:
-            origin = Origin(publish_plan(source, bucket_bytes=self._bucket_bytes), _spans(source))
+    def origin(self, source: Placement, hosts: Mapping[str, str]) -> tuple[Origin, Blob]:
+        """`hosts`: of the ranks."""
+        key = (source.digest, repr(sorted(hosts.items())))
+        if self._origin is None or self._origin[0] != key:
+            origin = Origin(publish_plan(source, topology=Topology(hosts), bucket_bytes=self._bucket_bytes), _spans(source))
             if self._origin is not None:
                 blobs.drop([self._origin[2]])
-            self._origin = (source.digest, origin, _stored(origin))
+            self._origin = (key, origin, _stored(origin))
         return self._origin[1:]
 
-    def route(self, publication: Publication, targets: Sequence[Placement]) -> tuple[Route, Blob]:
-        key = (publication.digest, *(t.digest for t in targets))
+    def route(
+        self, publication: Publication, targets: Sequence[Placement], hosts: Mapping[str, str], aliases: Collection[str]
+    ) -> tuple[Route, Blob]:
+        """`hosts`: of the ranks of both sides. `aliases`: tensors that nobody need want, besides those to ignore."""
+        key = (publication.digest, *(t.digest for t in targets), repr((sorted(hosts.items()), sorted(aliases))))
         if key not in self._routes:
             joined = Placement.join(targets)
-            delivery = deliver_plan(publication, joined, ignore=self._ignore)
+            delivery = deliver_plan(publication, joined, topology=Topology(hosts), ignore={*self._ignore, *aliases})
             route = Route(delivery, _spans(joined))
             while len(self._routes) >= _MOST:
                 blobs.drop([self._routes.pop(next(iter(self._routes)))[1]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mooncake_ray.errors import PlanError
 from mooncake_ray.sync.messages import Join, Member, Published, State
@@ -31,6 +31,15 @@ class Unit:
     @property
     def placement(self) -> Placement:
         return Placement.join([self.joined[rank].placement for rank in sorted(self.joined)])
+
+    @property
+    def aliases(self) -> frozenset[str]:
+        return frozenset[str]().union(*(join.aliases for join in self.joined.values()))
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Of each rank, by name: where it is, as messages name it."""
+        return {m.name: m.host for m in self.members}
 
     @property
     def version(self) -> int:
@@ -110,10 +119,9 @@ class Roster:
         unit = self.unit_of(member)
         there = unit.joined.get(member.rank) if unit is not None else None
         if unit is not None and there is not None and there.member.id == member.id:
-            unit.joined[member.rank] = Join(
-                member,
-                there.placement,
-                there.published if published is None else published,
-                there.version if version is None else version,
-                there.state if state is None else state,
+            unit.joined[member.rank] = replace(
+                there,
+                published=there.published if published is None else published,
+                version=there.version if version is None else version,
+                state=there.state if state is None else state,
             )

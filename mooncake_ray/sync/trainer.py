@@ -48,7 +48,7 @@ class Trainer(Agent):
 
     def describe(self) -> Join:
         newest = self._kept[max(self._kept)] if self._kept else None
-        return Join(self.member, self._placement, newest)
+        return Join(self.member, self._placement, newest, aliases=frozenset(getattr(self._shard, "aliases", ())))
 
     def publish(self, version: int | None = None, *, timeout_s: float = 300.0) -> int:
         """Publishes this rank's weights; every rank of the trainers calls it. Returns the version, when the copy of all ranks is made:
@@ -142,7 +142,16 @@ class Trainer(Agent):
         publication, deadline = self._plan[0].publication, Deadline(command.timeout_s)
         me = publication.ranks.index(self.member.name)
         device = next((t.device for t in self._shard.buffers().values()), torch.device("cpu"))
-        ring = Ring(command.arguments["meeting"], me, 0, 1 + command.arguments["receivers"], self.member.host, device, deadline)
+        ring = Ring(
+            command.arguments["meeting"],
+            me,
+            0,
+            1 + command.arguments["receivers"],
+            self.member.host,
+            device,
+            deadline,
+            lambda: self.check(command.epoch),
+        )
         try:
             mine = [n for n in broadcast_order(publication) if n in kept.blobs]
             objects = [blobs.view(kept.blobs[n]) for n in mine]

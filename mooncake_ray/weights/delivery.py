@@ -16,6 +16,7 @@ from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.alike import Alike
 from mooncake_ray.weights.balance import least_loaded
 from mooncake_ray.weights.boxes import Ragged, distinct, firsts, same_members
+from mooncake_ray.weights.memory import refuse_shared
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.publication import ALIGNMENT, Publication, cut
@@ -139,7 +140,8 @@ def deliver_plan(
         ignore: names of tensors of the source that no rank need want.
 
     Raises:
-        PlanError: a tensor is of one side only, or of another dtype or shape there; or some of what is wanted is in no region.
+        PlanError: a tensor is of one side only, or of another dtype or shape there; some of what is wanted is in no region; or a byte of
+            a rank's buffers would be written twice.
     """
     return deliver(Reach(publication), target, topology or Topology(), frozenset(ignore))
 
@@ -147,6 +149,7 @@ def deliver_plan(
 def deliver(reach: Reach, target: Placement, topology: Topology, ignore: frozenset[str]) -> Delivery:
     """As `deliver_plan`, but intersects only what the reach has not seen yet."""
     publication = reach.publication
+    refuse_shared(target)
     tensor_of = _matched(publication, target, ignore)
     ranks = Alike.of(target, tensor_of[target.tensor])
     _extend(reach, target, ranks, tensor_of)
@@ -225,11 +228,9 @@ def _boxes_of(ranks: Alike, held: list[np.ndarray], n: int) -> np.ndarray:
 def _matched(publication: Publication, target: Placement, ignore: frozenset[str]) -> np.ndarray:
     """int64 (metas of the target): the same tensors' numbers in the publication; -1 for those that no fragment is of."""
     at = {m.name: i for i, m in enumerate(publication.metas)}
-    has = np.zeros(len(publication.metas), bool)
-    has[publication.tensor] = True
-    wanted = np.zeros(len(target.metas), bool)
-    wanted[target.tensor] = True
-    out = np.full(len(target.metas), -1, np.int64)
+    has = (np.bincount(publication.tensor, minlength=len(publication.metas)) > 0).tolist()
+    wanted = (np.bincount(target.tensor, minlength=len(target.metas)) > 0).tolist()
+    out = [-1] * len(target.metas)
     unknown: list[str] = []
     different: list[tuple[ParamMeta, ParamMeta]] = []
     for number, meta in enumerate(target.metas):
@@ -238,11 +239,11 @@ def _matched(publication: Publication, target: Placement, ignore: frozenset[str]
         found = at.get(meta.name)
         if found is None or not has[found]:
             unknown.append(meta.name)
-        elif publication.metas[found] != meta:
+        elif publication.metas[found] is not meta and publication.metas[found] != meta:
             different.append((publication.metas[found], meta))
         else:
             out[number] = found
-    mapped = set(out.tolist())
+    mapped = set(out)
     unwanted = [m.name for i, m in enumerate(publication.metas) if has[i] and i not in mapped and m.name not in ignore]
     unwanted = [name for name in unwanted if name not in {a.name for a, _ in different}]
     problems = []
@@ -255,7 +256,7 @@ def _matched(publication: Publication, target: Placement, ignore: frozenset[str]
         problems.append(f"no rank of the target wants anything of {tensors(len(unwanted))} of the source: {few(unwanted)}")
     if problems:
         raise PlanError("; and ".join(problems))
-    return out
+    return np.array(out, np.int64)
 
 
 def _leaders(

@@ -32,9 +32,10 @@ template <class T, Mode kMode>
 Change apply_to(const Decoder& decoder, const Segment& segment, const Box& box) {
   Change change;
   Walk walk(box);
-  decoder.each([&](uint64_t position, uint64_t step) {
-    position += segment.begin;
+  decoder.each([&](uint64_t position, uint64_t step, uint64_t later) {
+    position += segment.begin, later += segment.begin;
     if (position >= walk.end || position < walk.begin) walk.seek(position);
+    if (walk.here(later)) __builtin_prefetch(walk.address_of(later), kMode != Mode::kCheck);  // changes are too far apart for the processor to see
     if (!walk.here(position)) return;
     std::byte* at = walk.address_of(position);
     const uint64_t index = walk.index_of(position);
@@ -149,7 +150,8 @@ std::vector<Outcome> apply(const std::vector<Part>& parts, const std::vector<con
     thread_local Decoder decoder;
     const Segment& s = parts[i].segment;
     const Box& box = *boxes[i];
-    if (s.begin + s.elements > uint64_t(box.elements())) return;
+    const uint64_t there = uint64_t(box.elements());
+    if (s.elements > there || s.begin > there - s.elements) return;
     if (!decoder.decode(parts[i].coded, s.nbytes, s.elements, s.changed, box.log)) return;
     out[i].change = apply_to(decoder, s, box, mode);
     out[i].good = true;

@@ -53,12 +53,12 @@ void Encoder::dense(const std::byte* old, const std::byte* now, uint64_t n, Byte
   const size_t begin = out.size();
   auto step = [&](uint64_t i) { return T(load<T>(now + i * sizeof(T)) - (old ? load<T>(old + i * sizeof(T)) : T{0})); };
   out.push_back(kPlanes);
-  values_.resize(n);
+  plane_.resize(n);
   for (size_t plane = 0; plane < sizeof(T); ++plane) {
-    for (uint64_t i = 0; i < n; ++i) values_[i] = uint8_t(folded(step(i)) >> (8 * plane));
+    for (uint64_t i = 0; i < n; ++i) plane_[i] = uint8_t(folded(step(i)) >> (8 * plane));
     const size_t at = out.size();
     out.resize(at + 4);
-    put_symbols(values_.data(), n, out);
+    put_symbols(plane_.data(), n, out);
     put_u32(at, out.size() - at - 4, out);
   }
   if (out.size() - begin <= n * sizeof(T)) return;
@@ -243,7 +243,7 @@ bool Decoder::decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t chan
     raw_.assign(at, at + nbytes);
   }
   uint64_t there = 0;
-  each([&](uint64_t, uint64_t) { ++there; });
+  each([&](uint64_t, uint64_t, uint64_t) { ++there; });
   return there == changed;
 }
 

@@ -31,7 +31,8 @@ class Encoder {
   Change recount(const std::byte* old, const std::byte* now, uint64_t n, const Box& index, uint64_t first);
   template <class T>
   void dense(const std::byte* old, const std::byte* now, uint64_t n, Bytes& out);
-  Bytes gaps_, values_, bits_;
+  Bytes gaps_, values_;  // as long as each other
+  Bytes bits_, plane_;
 };
 
 // Steps as they are applied: of some elements, or of all of them.
@@ -40,17 +41,19 @@ class Decoder {
   // False if these are not the bytes of `changed` of n elements. n is at most kMostElements.
   bool decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t changed, int log);
 
-  // Calls take(position, step) in rising order.
+  // Calls take(position, step, later) in rising order; `later` is a position that will come soon.
   template <class F>
   void each(F&& take) const {
     if (!dense_) {
-      for (size_t i = 0; i < positions_.size(); ++i) take(uint64_t{positions_[i]}, steps_[i]);
+      constexpr size_t kAhead = 16;
+      const size_t n = positions_.size();
+      for (size_t i = 0; i < n; ++i) take(uint64_t{positions_[i]}, steps_[i], uint64_t{positions_[std::min(i + kAhead, n - 1)]});
       return;
     }
     for (uint64_t i = 0; i < n_; ++i) {
       uint64_t step = 0;
       std::memcpy(&step, &raw_[i << log_], size_t{1} << log_);
-      if (step) take(i, step);
+      if (step) take(i, step, i);
     }
   }
 

@@ -355,6 +355,8 @@ class EngineSuite:
         assert len(made.tokens) == 40
 
     def test_wait_lets_an_answer_end(self, engine):
+        calls = []
+        engine.module.register_forward_pre_hook(lambda *_: calls.append(1))
         future, release = self.started(engine, 5)
         with ThreadPoolExecutor(1) as pool:
             paused = pool.submit(engine.pause, "wait", timeout_s=TIMEOUT_S)
@@ -363,7 +365,7 @@ class EngineSuite:
                 self.answer(engine)
             release()
             paused.result(TIMEOUT_S)
-        assert future.done() or future.result(TIMEOUT_S)
+            assert len(calls) == 5, "the pause begins when the answer has ended"
         made = future.result(TIMEOUT_S)
         assert len(made.tokens) == 5 and made.finish_reason == "length"
         engine.resume()

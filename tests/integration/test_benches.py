@@ -78,6 +78,18 @@ def test_between_nodes(name, cases):
 
 
 @pytest.mark.timeout(600)
+def test_plans():
+    found, said = run("plan")
+    cases = {
+        "time": ("s", {"pool", "upstream"}),
+        "load": ("x", {"pool", "upstream", "model"}),
+        "bytes": ("bytes", {"pool", "upstream", "model"}),
+    }
+    missing = {"upstream"} if "upstream: not run: " in said else set()
+    assert found == {line for line in lines_of({f"{what}/k2-32x8-32x2": c for what, c in cases.items()}) if line[1] not in missing}
+
+
+@pytest.mark.timeout(600)
 def test_batches():
     """Every subject in every case of its. A peer that cannot run is said to be left out."""
     found, said = run("batch")

@@ -32,7 +32,9 @@ from mooncake_ray.weights.layouts.megatron import MegatronSource
 from mooncake_ray.weights.layouts.ranks import Ranks
 from mooncake_ray.weights.layouts.spec import FAMILIES, ModelSpec
 from mooncake_ray.weights.layouts.stages import layers_of_stages
-from mooncake_ray.weights.placement import Placement
+from mooncake_ray.weights.meta import ParamMeta
+from mooncake_ray.weights.placement import Fragment, Placement
+from mooncake_ray.weights.plan import deliver_plan, publish_plan
 from mooncake_ray.weights.shard import views
 
 VOCAB, PADDED = 61, 128
@@ -270,6 +272,25 @@ def fused(state: dict[str, torch.Tensor], names) -> dict[str, torch.Tensor]:
     return out
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"), [("qwen3", {"tp": 4, "pp": 2, "vpp": 2}), ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1, "pp": 2})]
+)
+def test_all_ranks_are_a_source_of_the_whole(name, layout):
+    """The planner's proof: no two boxes overlap but as replicas, and every element of Hugging Face's model is there."""
+    expected = to_transformers(name, whole_model(name))
+    metas = {n: ParamMeta(n, "float32", tuple(t.shape)) for n, t in expected.items()}
+    parts = []
+    for rank in range(8):
+        with mm.rank_of(rank, 8, **layout):
+            models = mm.chunks(64, vpp=layout.get("vpp"), **in_megatron(name))
+            source = MegatronSource(models, HF[name])
+            parts.append(Placement.of(f"t/{rank}", source.fragments()))
+    publication = publish_plan(Placement.join(parts))
+    for wanted in (expected.keys(), expected.keys() - source.aliases.keys()):
+        target = [Fragment(metas[n], (0,) * len(m), m, n, 0, (0,) * len(m)) for n in wanted for m in [metas[n].shape]]
+        deliver_plan(publication, Placement.of("e/0", target), ignore=source.aliases)
+
+
 def test_wrapped_for_training():
     """In bfloat16, with parameters in the data-parallel wrapper's own buffers, as a trainer has them; routers' biases in float32."""
     whole = whole_model("deepseek_v3")
@@ -285,6 +306,18 @@ def test_wrapped_for_training():
             check(source, expected, seen)
     assert seen.keys() == expected.keys()
     assert all(bool(s.all()) for s in seen.values())
+
+
+def test_what_the_trainer_decides_is_as_it_decides():
+    """Whether the output layer is the embedding, and whether there is multi-token prediction, whatever the config on the hub says."""
+    with mm.rank_of(0, 1):
+        untied = MegatronSource(mm.chunks(VOCAB, **in_megatron("qwen3") | {"tied": False}), HF["qwen3"])
+        tied = MegatronSource(mm.chunks(VOCAB, **in_megatron("llama") | {"tied": True}), HF["llama"])
+        without = MegatronSource(mm.chunks(VOCAB, **in_megatron("deepseek_v3") | {"mtp": 0}), HF["deepseek_v3"])
+    head = [[f.buffer for f in s.fragments() if f.meta.name == "lm_head.weight"] for s in (untied, tied)]
+    assert head == [["0.output_layer.weight"], ["0.embedding.word_embeddings.weight"]]
+    assert (untied.aliases, list(tied.aliases), without.aliases) == ({}, ["lm_head.weight"], {})
+    assert max(f.meta.layer for f in without.fragments()) == 3
 
 
 def test_a_wrong_config_is_told():

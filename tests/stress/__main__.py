@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     both = command("both", "one after the other, each for half the time")
     chaos = command("chaos", "in a cluster of four nodes: cut links, kill nodes, kill and stop brokers and node services")
     chaos.add_argument("--nodes", type=int, default=4, metavar="N")
-    for cli in (store, ray, both, chaos):
+    weights = command("weights", "in a cluster: cut links, and kill trainers, engines and the coordinator of a group that syncs weights")
+    weights.add_argument("--nodes", type=int, default=4, metavar="N")
+    for cli in (store, ray, both, chaos, weights):
         cli.add_argument("--seconds", type=positive, default=60.0, metavar="S")
     command("soak", "a steady load; no process may grow").add_argument("--minutes", type=positive, default=30.0, metavar="M")
     return out
@@ -45,7 +47,14 @@ def positive(text: str) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    runs = {"store": [over_store], "ray": [over_ray], "both": [over_store, over_ray], "soak": [soaking], "chaos": [chaotic]}[options.what]
+    runs = {
+        "store": [over_store],
+        "ray": [over_ray],
+        "both": [over_store, over_ray],
+        "soak": [soaking],
+        "chaos": [chaotic],
+        "weights": [chaotic],
+    }[options.what]
     outcomes: list[Outcome] = []
     for run in runs:
         with contextlib.redirect_stdout(sys.stderr):  # Ray's messages
@@ -75,7 +84,8 @@ def over_ray(options: argparse.Namespace) -> Outcome:
 def chaotic(options: argparse.Namespace) -> Outcome:
     from stress import chaos
 
-    return chaos.run(chaos.Options(options.seconds, options.seed, options.nodes))
+    load = "weights_load" if options.what == "weights" else chaos.Options.load
+    return chaos.run(chaos.Options(options.seconds, options.seed, options.nodes, load=load))
 
 
 def soaking(options: argparse.Namespace) -> Outcome:

@@ -39,6 +39,7 @@ class Options:
     seed: int = 0
     nodes: int = 4
     every_s: float = 4.0  # on average, from one blow to the next
+    load: str = "chaos_load"  # the module of this package that is run meanwhile
 
 
 class _Chaos:
@@ -50,6 +51,8 @@ class _Chaos:
 
     def blow(self, options: Options) -> None:
         blows = {self.cut: 4, self.kill_node: 1, self.kill_broker: 2, self.stop_broker: 2, self.kill_service: 2, self.stop_service: 2}
+        if options.load != Options.load:
+            blows = {self.cut: 4, self.kill_service: 1, self.stop_service: 1}  # that load kills its processes itself
         while not self.over.wait(self.rng.expovariate(1 / options.every_s)):
             self.rng.choices(list(blows), list(blows.values()))[0]()
 
@@ -91,7 +94,7 @@ class _Chaos:
 
 def run(options: Options) -> Outcome:
     """Blows, mends, and tells."""
-    outcome = Outcome("chaos in a cluster", options.seed)
+    outcome = Outcome("chaos in a cluster" if options.load == Options.load else "chaos among weights", options.seed)
     try:
         with Cluster(options.nodes, env={"PYTHONPATH": str(_TESTS), "RAY_IGNORE_UNHANDLED_ERRORS": "1"}) as nodes:
             note(f"{options.nodes} nodes are up")
@@ -102,7 +105,7 @@ def run(options: Options) -> Outcome:
 
 
 def _run_in(nodes: Cluster, options: Options, outcome: Outcome) -> None:
-    command = [sys.executable, "-m", "stress.chaos_load", str(options.nodes), str(options.seed)]
+    command = [sys.executable, "-m", f"stress.{options.load}", str(options.nodes), str(options.seed)]
     load = nodes.popen(0, command, cwd=_TESTS.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     errors: list[str] = []

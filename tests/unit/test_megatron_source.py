@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megatron_cut import Cut, as_module
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.layouts.megatron import MegatronSource
 from mooncake_ray.weights.layouts.ranks import Ranks
-from mooncake_ray.weights.layouts.spec import ModelSpec
+from mooncake_ray.weights.layouts.spec import Latent, ModelSpec
 from mooncake_ray.weights.layouts.stages import layers_of_stages
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, views
@@ -70,7 +71,7 @@ def models(draw):
         "ep": ep if kind != "qwen3" else 1,
         "etp": etp if kind != "qwen3" else tp,
         "gate": gate,
-        "mtp": draw(st.integers(0, 1)) if latent else 0,
+        "mtp": draw(st.integers(0, 2)) if latent else 0,
     }
     build |= {
         "experts": draw(st.sampled_from(["te", "sequential", "grouped"])),
@@ -220,11 +221,30 @@ def test_configs():
     assert (mixtral.experts, mixtral.expert_ffn, mixtral.family.expert) == (2, 6, "block_sparse_moe.experts.{}")
 
 
-def test_norms_that_are_stored_otherwise_are_told():
+def test_a_config_as_its_file_has_it():
+    """Kimi-K2's, of which only what matters here."""
+    k2 = {"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64}
+    k2 |= {"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 384, "n_shared_experts": 1, "vocab_size": 163840}
+    k2 |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    k2 |= {"tie_word_embeddings": False, "num_nextn_predict_layers": 0}
+    spec = ModelSpec.of(k2)
+    assert (spec.experts, spec.expert_ffn, spec.shared_ffn, spec.latent) == (384, 2048, 2048, Latent(1536, 512, 128, 64, 128))
+    assert (spec.aliases, spec.output_names) == ({}, ("lm_head.weight",))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("layernorm_zero_centered_gamma", True, "norms are stored less one on one side only"),
+        ("rotary_interleaved", True, "rows are in another order"),
+        ("moe_mlp_glu_interleave_size", 32, "gates are interleaved"),
+        ("mtp_num_layers", 1, "how checkpoints of this family name 1 layers of multi-token prediction"),
+    ],
+)
+def test_values_that_would_have_to_be_converted_are_told(setting, value, message):
     _, _, [module] = stage(DENSE, 0)
-    module.config = torch.nn.Module()
-    module.config.layernorm_zero_centered_gamma = True
-    with pytest.raises(PlanError, match="norms are stored less one on one side only"):
+    module.config = SimpleNamespace(**{setting: value})
+    with pytest.raises(PlanError, match=message):
         MegatronSource(module, DENSE, Ranks(pp=2), [range(2)])
 
 

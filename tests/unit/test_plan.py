@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_ray.errors import PlanError
+from mooncake_ray.weights.balance import fill
 from mooncake_ray.weights.described import Parallel, described
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.models import config_of
@@ -165,6 +166,43 @@ def test_names_of_one_side_only_are_refused():
         deliver_plan(publish_plan(whole(A, "t0")), whole(ParamMeta("a", "float32", (8, 4)), "e0"))
 
 
+def places(placement, f):
+    """The bytes of a fragment, one by one."""
+    extent, strides = placement.hi[f] - placement.lo[f], placement.strides[f]
+    at = np.zeros(1, np.int64) + placement.offset[f]
+    for n, stride in zip(extent, strides, strict=True):
+        at = (at[:, None] + np.arange(n) * stride).reshape(-1)
+    return (at[:, None] + np.arange(placement.itemsize[f])).reshape(-1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_byte_is_written_once(data):
+    """Boxes at random places of one matrix, or of its transpose: refused if they share a byte and are not at one place."""
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    turned = data.draw(st.booleans())
+    strides = (4, 4 * rows) if turned else (4 * columns, 4)
+    fragments = []
+    for i in range(data.draw(st.integers(2, 4))):
+        r0, c0 = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+        r1, c1 = data.draw(st.integers(r0 + 1, rows)), data.draw(st.integers(c0 + 1, columns))
+        meta = ParamMeta(f"m{i}", "float32", (r1 - r0, c1 - c0))
+        fragments.append(Fragment(meta, (0, 0), meta.shape, data.draw(st.sampled_from("xy")), r0 * strides[0] + c0 * strides[1], strides))
+    target = Placement.of("e0", fragments)
+    sharing = False
+    for i in range(len(target)):
+        for j in range(i):
+            here, there = places(target, i), places(target, j)
+            one = np.array_equal(here, there) and np.array_equal(target.hi[i], target.hi[j])
+            sharing |= bool(target.buffer[i] == target.buffer[j] and not one and np.isin(here, there).any())
+    publication = publish_plan(Placement.of("t0", fragments))
+    if sharing:
+        with pytest.raises(PlanError, match=r"e0 would be written twice, in buffer '[xy]': by m"):
+            deliver_plan(publication, target)
+    else:
+        deliver_plan(publication, target)
+
+
 # ---------------------------------------------------------------- invariants
 
 
@@ -219,6 +257,17 @@ def test_planned_again_is_as_planned_from_nothing(data):
 def renamed(placement, prefix):
     ranks = tuple(f"{prefix}{i}" for i in range(len(placement.ranks)))
     return dataclasses.replace(placement, ranks=ranks)
+
+
+def test_boxes_that_begin_alike_have_one_order():
+    """A rank that wants the first rows of a tensor, and more of it elsewhere: it does not matter which was known first."""
+    wide, narrow = (Fragment(A, (0, 0), (n, 4), f"b{n}", 0, (8, 2)) for n in (8, 4))
+    publication = publish_plan(whole(A, "t0"))
+    both = Placement.of("e0", [narrow, wide])
+    for before in (narrow, wide):
+        planner = Planner()
+        planner.deliver(publication, Placement.of("e0", [before]))
+        same_delivery(planner.deliver(publication, both), deliver_plan(publication, both))
 
 
 def test_a_plan_is_made_once():
@@ -278,6 +327,27 @@ def test_tensors_without_elements_or_dimensions():
     publication = publish_plan(Placement.of("t0", fragments))
     delivery = deliver_plan(publication, Placement.of("e0", fragments))
     assert lower(publication, delivery, 0).runs.tolist() == [[0, 0, 0, 4]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "most", "parts"),
+    [
+        ((10, 8), 160, [(10, 8)]),
+        ((10, 8), 80, [(5, 8)] * 2),
+        ((7, 8), 40, [(2, 8), (2, 8), (3, 8)]),  # a row too much is better than a part whose rows lie apart
+        ((2, 8), 8, [(1, 4)] * 4),
+        ((1, 8), 8, [(1, 4)] * 2),
+        ((4,), 4, [(2,)] * 2),
+        ((), 1, [()]),
+    ],
+)
+def test_large_fragments_are_divided(shape, most, parts):
+    meta = ParamMeta("m", "bfloat16", shape)
+    strides = tuple(packed_strides(np.array([shape], np.int64).reshape(1, -1), np.array([2]))[0].tolist())
+    placement = Placement.of("e0", [Fragment(meta, (0,) * len(shape), shape, "b", 64, strides)])
+    out = divide(placement, most)
+    assert sorted(tuple(e) for e in (out.hi - out.lo).tolist()) == sorted(parts)
+    assert np.concatenate([places(out, i) for i in range(len(out))]).tolist() == places(placement, 0).tolist()
 
 
 def test_more_than_four_gibibytes():
@@ -346,6 +416,21 @@ def test_random_sources_are_balanced(data):
     assert publication.load.max() <= publication.load.mean() * 1.02 + 2 * 4096
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_vessels_are_filled_to_one_level(data):
+    k, r = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    numbers = lambda least: st.lists(st.lists(st.floats(least, 1e3), min_size=r, max_size=r), min_size=k, max_size=k)  # noqa: E731
+    load, cost = np.array(data.draw(numbers(0.0))), np.array(data.draw(numbers(0.1)))
+    amount = np.array(data.draw(st.lists(st.floats(1.0, 1e3), min_size=k, max_size=k)))
+    got = fill(load, cost, amount)
+    assert np.all(got >= 0) and np.allclose(got.sum(axis=1), amount)
+    level = load + got * cost
+    for i in range(k):
+        top = level[i][got[i] > 1e-6 * amount[i]].max()
+        assert np.all(level[i] >= top * (1 - 1e-6) - 1e-6), "who has less than the fullest that got something should have got more"
+
+
 def test_who_is_near_sends():
     """Of two replicas the one on the receiver's host."""
     source = Placement.join([whole(A, "t0"), whole(A, "t1")])
@@ -354,9 +439,14 @@ def test_who_is_near_sends():
         topology = Topology({near: "here", "e0": "here"})
         publication = publish_plan(source, topology=topology, target=target)
         assert [publication.ranks[o] for o in set(publication.owner.tolist())] == [near]
+    # Whom it has come to once passes it on: of two that want it, the nearer one counts.
+    target = Placement.join([target, whole(A, "e1")])
+    for near in ("t0", "t1"):
+        publication = publish_plan(source, topology=Topology({near: "here", "e0": "here", "e1": "there"}), target=target)
+        assert [publication.ranks[o] for o in set(publication.owner.tolist())] == [near]
     for near in ("e0", "e1"):
         publication = publish_plan(whole(A, "t0"))
-        delivery = deliver_plan(publication, Placement.join([target, whole(A, "e1")]), topology=Topology({near: "here", "t0": "here"}))
+        delivery = deliver_plan(publication, target, topology=Topology({near: "here", "t0": "here"}))
         assert delivery.ranks[delivery.leader[0]] == near
 
 

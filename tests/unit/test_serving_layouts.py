@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_models import MLA, MOE, Ranks, Sizes, TinyServed, metas_of, whole_model
-from test_tracing import fill
+from test_tracing import fill, same
 
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.layouts import hf, sglang, vllm
@@ -242,7 +242,7 @@ def test_a_transformers_module():
         num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(1)
-    module = transformers.Qwen3MoeForCausalLM(config)
+    module = transformers.Qwen3MoeForCausalLM(config).requires_grad_(False)
     checkpoint = {n: t for n, t in module.state_dict().items() if n != "lm_head.weight"}
     for name in [n for n in checkpoint if ".experts." in n]:
         at = name.rpartition(".")[0]
@@ -251,16 +251,34 @@ def test_a_transformers_module():
                 {"down_proj": stacked} if name.endswith("down_proj") else dict(zip(("gate_proj", "up_proj"), stacked.chunk(2), strict=True))
             )
             checkpoint |= {f"{at}.{e}.{n}.weight": t.clone() for n, t in parts.items()}
-    other = transformers.Qwen3MoeForCausalLM(config)
+    other = transformers.Qwen3MoeForCausalLM(config).requires_grad_(False)
     fragments = hf.fragments(config, metas_of(checkpoint), shapes_of(other))
     fill(ModuleTarget(other, fragments), checkpoint)
     tokens = torch.tensor([[1, 5, 9]])
     assert torch.equal(other(tokens).logits, module(tokens).logits)
     stacked = hf.fragments(config, metas_of(dict(module.named_parameters())), shapes_of(other))
     assert len(stacked) < len(fragments)
-    served = {
-        n.replace("gate_up_proj", "w13_weight").replace("experts.down_proj", "experts.w2_weight"): s for n, s in shapes_of(module).items()
-    }
-    ours = vllm.fragments(config, metas_of(dict(module.named_parameters())), served)
-    experts = [f for f in ours if "experts" in f.meta.name]
-    assert len(experts) == 2 * (4 * 3) and {f.meta.name.rpartition(".")[2] for f in experts} == {"gate_up_proj", "down_proj"}
+    served = Stacked(module)
+    named = dict(module.named_parameters())
+    experts = [{n: t for n, t in w.items() if ".experts." in n} for w in (named, checkpoint)]
+    fill(ModuleTarget(served, vllm.fragments(config, metas_of(experts[0]), shapes_of(served))), experts[0])
+    other = Stacked(module)
+    fill(ModuleTarget(other, vllm.fragments(config, metas_of(experts[1]), shapes_of(other))), experts[1])
+    same(served, other)
+
+
+class Stacked(torch.nn.Module):
+    """The experts of a transformers module, in parameters of vLLM's names."""
+
+    def __init__(self, module):
+        super().__init__()
+        for name, tensor in module.named_parameters():
+            if ".experts." in name:
+                owner = self
+                *path, leaf = name.split(".")
+                for part in path:
+                    if part not in dict(owner.named_children()):
+                        owner.add_module(part, torch.nn.Module())
+                    owner = owner.get_submodule(part)
+                empty = torch.nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
+                owner.register_parameter("w2_weight" if leaf == "down_proj" else "w13_weight", empty)

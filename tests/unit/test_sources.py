@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.dtensor import boxes
+from mooncake_ray.weights.layouts.checkpoint import checkpoint_names
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, views
-from mooncake_ray.weights.source import ModuleSource, StateDictSource
+from mooncake_ray.weights.source import ModuleSource, Slice, StateDictSource
 
 
 def assembled(*shards) -> dict[str, torch.Tensor]:
@@ -66,6 +68,14 @@ def test_vllm_56689_tied_names_are_not_dropped():
     assert rows["head.weight"].buffer == rows["embed.weight"].buffer == "embed.weight"
 
 
+def test_modules_that_are_there_twice_have_both_names():
+    shared = torch.nn.Linear(2, 3)
+    module = torch.nn.ModuleDict({"a": shared, "b": shared})
+    source = ModuleSource(module)
+    assert source.aliases == {"b.weight": "a.weight", "b.bias": "a.bias"}
+    equal(assembled(source), dict(module.state_dict()))
+
+
 def test_replaced_parameters_are_seen():
     module = torch.nn.Linear(3, 2)
     source = ModuleSource(module)
@@ -83,9 +93,17 @@ def test_names():
         ModuleSource(module, {"weight": "w"})
     with pytest.raises(PlanError, match="w is both weight and bias"):
         ModuleSource(module, lambda name: "w")
-    wrapped = torch.nn.Module()
-    wrapped._orig_mod = module
-    assert {f.meta.name for f in ModuleSource(wrapped).fragments()} == {"weight", "bias"}
+
+
+def test_wrappers_are_seen_through():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    names = {"0.weight", "0.bias"}
+    with as_rank(0, 2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for wrapped in (torch.compile(module), torch.nn.parallel.DistributedDataParallel(module)):
+            assert {f.meta.name for f in ModuleSource(wrapped).fragments()} == names
+    checkpointed = torch.nn.Sequential(checkpoint_wrapper(module[0]))
+    assert {f.meta.name for f in ModuleSource(checkpointed).fragments()} == names
 
 
 def test_parts_of_a_state_dict():
@@ -93,7 +111,7 @@ def test_parts_of_a_state_dict():
     parts = {"a": whole[:2].clone(), "b": whole[2:, :3], "c": whole[2:, 3:].t().contiguous().t()}
     source = StateDictSource(parts, {"a": ((5, 7), (0, 0), "w"), "b": ((5, 7), (2, 0), "w"), "c": ((5, 7), (2, 3), "w")})
     equal(assembled(source), {"w": whole})
-    with pytest.raises(PlanError, match="is not in a tensor"):
+    with pytest.raises(PlanError, match=r"a: a part of shape \[5, 7\] at \[0, 2\] is not in a whole of \[5, 8\]"):
         StateDictSource({"a": whole}, {"a": ((5, 8), (0, 2))})
     with pytest.raises(PlanError, match="boxes are given for 1 tensors that are not there: z"):
         StateDictSource({"a": whole}, {"z": ((5, 7), (0, 0))})
@@ -288,3 +306,50 @@ def test_a_source_is_a_target_too():
         view.copy_(values[placement.metas[placement.tensor[i]].name].reshape(view.shape))
     equal(dict(other.state_dict()), values)
     assert other.head.weight is other.embed.weight
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "DeepseekV3", "Qwen3"])
+def test_transformers_modules_are_their_checkpoints(kind, tmp_path, monkeypatch):
+    """What transformers itself writes, names and values, out of one process and out of shards of FSDP2."""
+    import safetensors.torch
+    import tqdm
+    import transformers
+    from torch.distributed.fsdp import fully_shard
+
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # it would stay as a thread
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "moe_intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 20, "num_experts": 5, "num_local_experts": 5, "n_routed_experts": 5, "head_dim": 4}
+    sizes |= {"shared_expert_intermediate_size": 6}
+    if kind == "Mixtral":
+        del sizes["moe_intermediate_size"]
+    if kind == "DeepseekV3":
+        sizes |= {"first_k_dense_replace": 1, "q_lora_rank": 4, "kv_lora_rank": 4, "n_group": 1, "topk_group": 1}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, tie_word_embeddings=kind == "Qwen3", num_nextn_predict_layers=0, pad_token_id=0
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(tmp_path)
+    expected = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    source = ModuleSource(model, checkpoint_names(config))
+    if kind == "Qwen3":
+        assert source.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    equal(assembled(source), expected)
+    sources = []
+    for rank in range(3):  # five experts are two, two and one
+        with as_rank(rank, 3) as mesh:
+            mine = copy.deepcopy(model)
+            for layer in mine.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(mine, mesh=mesh)
+            sources.append(ModuleSource(mine, checkpoint_names(config)))
+    equal(assembled(*sources), expected)
+
+
+def test_slices_must_be_within():
+    module = torch.nn.Linear(4, 6, bias=False)
+    for wrong in (Slice("w", (0, 0), (7, 4)), Slice("w", (0,), (6,)), Slice("w", (0, 0), (2, 4), 1)):
+        with pytest.raises(PlanError, match=r"weight: .* is no slice of a tensor of shape \[6, 4\]"):
+            ModuleSource(module, {"weight": [wrong]})
+    rows = [Slice(f"w{i}", (i, 0), (i + 1, 4), 1) for i in range(6)]
+    equal(assembled(ModuleSource(module, {"weight": rows})), {f"w{i}": row for i, row in enumerate(module.weight)})

@@ -106,6 +106,8 @@ def test_too_scattered():
     whole = torch.empty(1 << 18)
     with pytest.raises(PlanError, match="65536 boxes"):
         count(whole[::2], (1 << 18,))
+    with pytest.raises(PlanError, match="65536 boxes"):
+        count(torch.empty(600, 600)[::2, ::2], (600, 600))
 
 
 def test_storage_order():

@@ -141,7 +141,7 @@ class _Fit:
                 f"{own.name}: elements {first} to {first + length} of {whole} begin within a block of {block} and go on in the next one, so the"
                 " rank's blocks are not the whole's: weights and scales would have to be computed anew"
             )
-        return first // block, -(-(inside + length) // block)
+        return first // block, -(-length // block)
 
     # Several tensors, one after the other
 

@@ -97,10 +97,16 @@ def _as_built(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> ModelSpec:
     config = inner[0].config
     if getattr(config, "layernorm_zero_centered_gamma", False) != spec.family.centred_norms:
         raise PlanError("norms are stored less one on one side only (layernorm_zero_centered_gamma): they would have to be converted")
+    if getattr(config, "rotary_interleaved", False):
+        raise PlanError("queries' and keys' rows are in another order (rotary_interleaved) than Hugging Face's")
+    if getattr(config, "moe_mlp_glu_interleave_size", None):
+        raise PlanError("experts' gates are interleaved (moe_mlp_glu_interleave_size), which is not supported")
+    if (predict := getattr(config, "mtp_num_layers", None) or 0) and not spec.family.predicts:
+        raise PlanError(f"how checkpoints of this family name {predict} layers of multi-token prediction is not known")
     tied = [m.share_embeddings_and_output_weights for m in inner if hasattr(m, "share_embeddings_and_output_weights")]
     return replace(
         spec,
-        predict=getattr(config, "mtp_num_layers", None) or 0,
+        predict=predict,
         tied=tied[0] if tied else spec.tied,
         output_gate=getattr(config, "attention_output_gate", spec.output_gate),
     )

@@ -23,16 +23,19 @@ class Family:
     expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     centred_norms: bool = False
     """Whether norms' weights are stored less one."""
+    predicts: bool = False
+    """Whether its checkpoints have multi-token prediction as layers after the others, with `enorm`, `hnorm`, `eh_proj` and `shared_head`."""
 
 
-_DEEPSEEK = Family()
+_DENSE = Family()
+_DEEPSEEK = Family(predicts=True)
 _QWEN_MOE = Family(shared="mlp.shared_expert")
 
 FAMILIES = {
-    "llama": _DEEPSEEK,
-    "mistral": _DEEPSEEK,
-    "qwen2": _DEEPSEEK,
-    "qwen3": _DEEPSEEK,
+    "llama": _DENSE,
+    "mistral": _DENSE,
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
     "qwen3_next": Family(shared="mlp.shared_expert", centred_norms=True),
