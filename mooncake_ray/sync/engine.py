@@ -18,7 +18,7 @@ from mooncake_ray.errors import MooncakeRayError, PlanError, StaleVersionError, 
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.changes import Changes, needed
-from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive
+from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive, tensor_over
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Manifest, State
 from mooncake_ray.sync.plans import Origin, Route, load
@@ -268,7 +268,7 @@ class Engine(Agent):
         """For each of this rank's fragments what belongs there, in a packed tensor of the box's shape."""
         delivery, p = staged.route.delivery, self._placement
         first, _ = staged.route.spans[self.member.name]
-        units = {unit: torch.from_numpy(_writable(array)) for unit, array in staged.units.items()}
+        units = {unit: tensor_over(array) for unit, array in staged.units.items()}
         out = []
         for i in range(len(p)):
             box = int(delivery.box_of[first + i])
@@ -311,13 +311,3 @@ def by_object(reads: Reads) -> Iterator[tuple[int, np.ndarray]]:
     ends = np.searchsorted(reads.runs[:, 0], np.arange(len(reads.objects) + 1))
     for i, number in enumerate(reads.objects.tolist()):
         yield number, np.ascontiguousarray(reads.runs[ends[i] : ends[i + 1], 1:])
-
-
-def _writable(array: np.ndarray) -> np.ndarray:
-    """The same bytes, for torch, which wants to be able to write; nobody does."""
-    return np.asarray(memoryview(array).cast("B")) if array.flags.writeable else _as_writable(array)
-
-
-def _as_writable(array: np.ndarray) -> np.ndarray:
-    out: np.ndarray = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data))
-    return out
