@@ -42,6 +42,10 @@ def fill(parts: dict[str, torch.Tensor], boxes: dict[str, Any], version: int) ->
         part.view(torch.int16).copy_(((bits + changes) & 0x3FFF).to(torch.int16))
 
 
+def _never() -> None:
+    """Gives nothing up."""
+
+
 class _Actor:
     def __init__(self, layout: str, rank: int) -> None:
         torch.set_num_threads(1)
@@ -77,9 +81,10 @@ class TrainerRank(_Actor):
 
         deadline, cpu, me = Deadline(_S), torch.device("cpu"), self.member.member.host
         gathers = [
-            Ring(meeting, n, int(self.rank == 0), 2, me, cpu, deadline) if self.rank in (0, n) else None for n in range(1, _TRAINERS)
+            Ring(meeting, n, int(self.rank == 0), 2, me, cpu, deadline, _never) if self.rank in (0, n) else None
+            for n in range(1, _TRAINERS)
         ]
-        everybody = Ring(meeting, 0, 0, 1 + receivers, me, cpu, deadline) if self.rank == 0 else None
+        everybody = Ring(meeting, 0, 0, 1 + receivers, me, cpu, deadline, _never) if self.rank == 0 else None
         for bucket in tensors:
             total = 0
             for owner, (size, ring) in enumerate(zip(bucket, [None, *gathers], strict=True)):
@@ -110,7 +115,7 @@ class EngineRank(_Actor):
         from mooncake_ray.sync.collective import Ring
         from mooncake_ray.transfer.deadline import Deadline
 
-        ring = Ring(meeting, 0, 1 + seat, 1 + receivers, self.member.member.host, torch.device("cpu"), Deadline(_S))
+        ring = Ring(meeting, 0, 1 + seat, 1 + receivers, self.member.member.host, torch.device("cpu"), Deadline(_S), _never)
         for total in totals:
             ring.start(torch.empty(total, dtype=torch.uint8)).wait()
 

@@ -6,6 +6,7 @@ group is touched, and none is needed. Everybody goes through the objects in the 
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import threading
 import time
@@ -17,13 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mooncake_ray.errors import SyncAbortedError, SyncTimeoutError
+from mooncake_ray.errors import GetTimeoutError, SyncAbortedError, SyncTimeoutError
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.publication import Publication
 
-__all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive"]
+__all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive", "tensor_over"]
 
 _LOOK_S = 0.001
+_CONNECT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,31 @@ class Host:
 class Ring:
     """One owner's group: rank 0 sends, the others receive."""
 
-    def __init__(self, meeting: Meeting, owner: int, rank: int, size: int, host: str, device: torch.device, deadline: Deadline) -> None:
-        """Waits for the others. `host`: this process's own address, from which it is to be reached.
+    def __init__(
+        self,
+        meeting: Meeting,
+        owner: int,
+        rank: int,
+        size: int,
+        host: str,
+        device: torch.device,
+        deadline: Deadline,
+        check: Callable[[], None],
+    ) -> None:
+        """Waits for the others. `host`: this process's own address, from which it is to be reached. `check` raises if it was given up.
 
         Raises SyncTimeoutError.
         """
-        timeout = datetime.timedelta(seconds=deadline.left("meeting"))
+        what = f"the {size} ranks of a broadcast"
         try:
+            timeout = datetime.timedelta(seconds=deadline.left(what))
             store = dist.PrefixStore(f"{meeting.tag}/{owner}", dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout))
+            store.set(f"here/{rank}", "")
+            everybody = [f"here/{n}" for n in range(size)]
+            while not store.check(everybody):  # what comes next cannot be ended, so nobody must be missing by then
+                check()
+                deadline.left(what)
+                time.sleep(_LOOK_S)
             self._group: Any
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
@@ -63,10 +82,12 @@ class Ring:
             else:
                 gloo = dist.ProcessGroupGloo._Options()
                 gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-                gloo._timeout = timeout
+                gloo._timeout = min(timeout, datetime.timedelta(seconds=_CONNECT_S))
                 self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
-        except (RuntimeError, dist.DistError) as e:
-            raise SyncTimeoutError(f"the {size} ranks of a broadcast have not met within {deadline.timeout_s:g} s: {e}") from e
+                self._group.set_timeout(timeout)
+        except (RuntimeError, dist.DistError, GetTimeoutError) as e:
+            check()
+            raise SyncTimeoutError(f"{what} have not met within {deadline.timeout_s:g} s: {e}") from e
 
     def start(self, tensor: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
@@ -81,6 +102,13 @@ class Ring:
 
 def _end(group: Any) -> None:
     group.abort()
+
+
+def tensor_over(array: np.ndarray) -> torch.Tensor:
+    """The same bytes, as a tensor that lives as long as they do: torch wants to be able to write, and nobody does."""
+    if not array.flags.writeable:
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data))
+    return torch.from_numpy(array)
 
 
 def broadcast_order(publication: Publication) -> list[int]:
@@ -106,7 +134,7 @@ def broadcast(ring: Ring, objects: Sequence[np.ndarray], device: torch.device, d
     """The owner's side: sends its objects, in order. At most two are under way."""
     before: Any = None
     for data in objects:
-        now = ring.start(torch.from_numpy(data).to(device))
+        now = ring.start(tensor_over(data).to(device))
         if before is not None:
             _finish(before, deadline, check)
         before = now

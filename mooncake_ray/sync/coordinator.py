@@ -110,7 +110,7 @@ class Coordinator:
     async def poll(self, id: str) -> list[Command] | None:
         """What that member is to do next; None: it is not known, and must join."""
         self._heard[id] = time.monotonic()
-        commands = await self._mail.take(id, _POLL_S)
+        commands = await self._mail.take(id, min(_POLL_S, self._settings.liveness_s / 4))
         if id in self._roster:
             self._heard[id] = time.monotonic()
         return commands

@@ -18,7 +18,7 @@ from mooncake_ray.errors import MooncakeRayError, PlanError, StaleVersionError, 
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.changes import Changes, needed
-from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive
+from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive, tensor_over
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Manifest, State
 from mooncake_ray.sync.plans import Origin, Route, load
@@ -66,7 +66,7 @@ class Engine(Agent):
         self._plans: dict[str, Origin | Route] = {}
         self._staged: _Staged | None = None
         self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's boxes at it
-        self._paused = 0.0
+        self._paused = 0.0  # since when; 0: it is not
         self._told = threading.Condition()
         self._leaders: dict[tuple[int, int], Blob | None] = {}  # by epoch and unit; None: it will not have it
         self.start(timeout_s)
@@ -78,7 +78,12 @@ class Engine(Agent):
         return -1 if version is None else version
 
     def describe(self) -> Join:
-        state: State = "poisoned" if self._adapter.poisoned else "serving" if self.version >= 0 else "joined"
+        if self._adapter.poisoned:
+            state: State = "poisoned"
+        elif self.version < 0:
+            state = "joined"
+        else:
+            state = "paused" if self._paused else "serving"
         return Join(self.member, self._placement, None, self.version, state)
 
     def close(self) -> None:
@@ -167,8 +172,11 @@ class Engine(Agent):
         order = broadcast_order(publication)
         owners = sorted(set(publication.objects[:, 0].tolist()))
         device = self._device
-        rings = [Ring(meeting, owner, 1 + seat, 1 + len(delivery.ranks), self.member.host, device, deadline) for owner in owners]
+        rings: list[Ring] = []
         try:
+            for owner in owners:
+                size, host = 1 + len(delivery.ranks), self.member.host
+                rings.append(Ring(meeting, owner, 1 + seat, size, host, device, deadline, lambda: self.check(staged.epoch)))
             objects = [(owners.index(int(publication.objects[n, 0])), int(publication.object_nbytes[n])) for n in order]
             for number, data in zip(order, receive(rings, objects, device, deadline, lambda: self.check(staged.epoch)), strict=True):
                 for out, runs in wanted.get(number, ()):
@@ -190,8 +198,10 @@ class Engine(Agent):
         staged = self._staged
         if staged is None or staged.epoch != command.epoch or staged.version != command.arguments["version"]:
             raise StaleVersionError(f"{self.member} has not staged version {command.arguments['version']} in epoch {command.epoch}")
-        self._paused = time.monotonic()
+        self._paused = self._paused or time.monotonic()
         self._adapter.pause()
+        if self.version == staged.version:  # another rank of this engine could not take it over, and does now
+            return 0.0
         try:
             self._adapter.start_weight_update()
             if staged.changes is not None:
@@ -210,7 +220,8 @@ class Engine(Agent):
         """The other ranks of this engine have it, too. Returns for how many seconds it was paused."""
         self._adapter.resume()
         self._forget()
-        return time.monotonic() - self._paused
+        paused, self._paused = time.monotonic() - self._paused, 0.0
+        return paused
 
     # ---- units
 
@@ -257,7 +268,7 @@ class Engine(Agent):
         """For each of this rank's fragments what belongs there, in a packed tensor of the box's shape."""
         delivery, p = staged.route.delivery, self._placement
         first, _ = staged.route.spans[self.member.name]
-        units = {unit: torch.from_numpy(_writable(array)) for unit, array in staged.units.items()}
+        units = {unit: tensor_over(array) for unit, array in staged.units.items()}
         out = []
         for i in range(len(p)):
             box = int(delivery.box_of[first + i])
@@ -300,13 +311,3 @@ def by_object(reads: Reads) -> Iterator[tuple[int, np.ndarray]]:
     ends = np.searchsorted(reads.runs[:, 0], np.arange(len(reads.objects) + 1))
     for i, number in enumerate(reads.objects.tolist()):
         yield number, np.ascontiguousarray(reads.runs[ends[i] : ends[i + 1], 1:])
-
-
-def _writable(array: np.ndarray) -> np.ndarray:
-    """The same bytes, for torch, which wants to be able to write; nobody does."""
-    return np.asarray(memoryview(array).cast("B")) if array.flags.writeable else _as_writable(array)
-
-
-def _as_writable(array: np.ndarray) -> np.ndarray:
-    out: np.ndarray = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data))
-    return out

@@ -101,7 +101,8 @@ def same_members(row: np.ndarray, member: np.ndarray, rows: int) -> tuple[Ragged
 
 
 def divided(lo: np.ndarray, hi: np.ndarray, itemsize: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts boxes of more than `most` bytes along their outermost dimensions, into parts of about equal size.
+    """Cuts boxes of more than `most` bytes along their outermost dimension, into parts of about equal size, at most a row larger; and along the
+    next one where even a row is more.
 
     Returns:
         (of, lo, hi): rising int64: which box each part is of; and the parts' edges. How a box is cut depends on nothing but it and `most`.
@@ -110,7 +111,9 @@ def divided(lo: np.ndarray, hi: np.ndarray, itemsize: np.ndarray, most: int) -> 
     for dim in range(lo.shape[1]):
         extent = hi - lo
         parts = -(-(np.prod(extent, axis=1) * itemsize[of]) // most)
-        parts = np.clip(parts, 1, np.maximum(extent[:, dim], 1))
+        parts = np.where(
+            np.all(extent[:, :dim] == 1, axis=1), np.clip(parts, 1, np.maximum(extent[:, dim], 1)), 1
+        )  # or they would be strided
         if parts.max(initial=1) == 1:
             continue
         i = np.repeat(np.arange(len(of)), parts)

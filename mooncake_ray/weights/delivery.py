@@ -239,7 +239,7 @@ def _matched(publication: Publication, target: Placement, ignore: frozenset[str]
         found = at.get(meta.name)
         if found is None or not has[found]:
             unknown.append(meta.name)
-        elif publication.metas[found] != meta:
+        elif publication.metas[found] is not meta and publication.metas[found] != meta:
             different.append((publication.metas[found], meta))
         else:
             out[number] = found
