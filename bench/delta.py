@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.report import Result, Target, summarize
 from bench.updates import Updates
-from mooncake_ray.weights.patch import Part, Patch, Regions, apply, encode
+from mooncake_ray.weights.patch import Classing, Part, Patch, Regions, apply, encode
 
 __all__ = ["BASELINES", "Step", "plan", "run", "targets"]
 
@@ -60,7 +60,7 @@ def _measured(name: str, old: np.ndarray, new: np.ndarray, rounds: int) -> list[
     """All subjects take turns, in an order of their own in each round. `old` and `new`: uint16."""
     rng, held = random.Random(1), old.copy()
     changed = int(np.count_nonzero(old != new))
-    subjects = [_Pool(old, new), _XorZstd(old, new), _Coo(old, new), _Dense(old, new)]
+    subjects = [_Pool(old, new), _Plain(old, new), _Apart(old, new), _XorZstd(old, new), _Coo(old, new), _Dense(old, new)]
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     nbytes = {}
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as threads:
@@ -116,9 +116,10 @@ class _Subject:
 
 
 class _Pool(_Subject):
-    """This package's patches. The base's digest is known, as it is to a trainer that published the base."""
+    """This package's patches, coded against what was there. The base's digest is known, as it is to a trainer that published the base."""
 
     name = "pool"
+    classing: Classing | None = Classing(np.array([7], np.int32))
 
     def __post_init__(self) -> None:
         shape = np.array([[len(self.old) // _COLUMNS, _COLUMNS]])
@@ -126,13 +127,28 @@ class _Pool(_Subject):
         self.before = self.regions.digests(self.old.view(np.uint8))
 
     def encode(self) -> Patch:
-        return encode(self.old.view(np.uint8), self.new.view(np.uint8), self.regions, base_version=1, version=2, before=self.before)
+        old, new = self.old.view(np.uint8), self.new.view(np.uint8)
+        return encode(old, new, self.regions, base_version=1, version=2, before=self.before, classing=self.classing)
 
     def nbytes(self, patch: Patch) -> int:
         return patch.nbytes
 
     def apply(self, patch: Patch, held: np.ndarray) -> None:
         apply(patch, self.regions, [Part(0, held.reshape(-1, _COLUMNS), (0, 0))], version=1)
+
+
+class _Plain(_Pool):
+    """For receivers that hold only pieces of rows."""
+
+    name = "pool-plain"
+    classing = None
+
+
+class _Apart(_Pool):
+    """With distances by size, too: for links so slow that looking at every element is worth it."""
+
+    name = "pool-apart"
+    classing = Classing(np.array([7], np.int32), apart=True)
 
 
 class _XorZstd(_Subject):
@@ -204,7 +220,7 @@ def targets(results: Sequence[Result]) -> list[Target]:
     few, many = found.get(("apply/0.5%", "pool")), found.get(("apply/5%", "pool"))
     ratio = few.extra["ns_per_changed"] / many.extra["ns_per_changed"] if few and many else None
     out.append(Target("apply, time per change at 0.5% / at 5%", ratio, 2.0))
-    sizes = [r.extra["of_dense"] for r in results if r.subject == "pool" and "of_dense" in r.extra]
+    sizes = [r.extra["of_dense"] for r in results if r.subject.startswith("pool") and "of_dense" in r.extra]
     out.append(Target("bytes / dense", max(sizes, default=None), 1.001))
     for case in ("0.5%", "2%", "5%"):
         ours, theirs = found.get((f"bytes-per-changed/{case}", "pool")), found.get((f"bytes-per-changed/{case}", "xor-zstd"))

@@ -5,6 +5,7 @@
 Addresses are plain integers: the caller answers for what is there, and for shapes of arrays. What is coded is checked. All release the GIL.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
+from libcpp cimport bool as cbool
 from libcpp.vector cimport vector
 
 import numpy as np
@@ -27,9 +28,10 @@ cdef extern from *:
       if (!box.empty()) box.simplify();
       return box;
     }
-    static inline mcr::delta::Region mcr_region(uintptr_t old, uintptr_t now, mcr::delta::Box box, int64_t rows) {
+    static inline mcr::delta::Region mcr_region(uintptr_t old, uintptr_t now, mcr::delta::Box box, int64_t rows, int32_t mantissa, bool apart) {
       const uint64_t n = uint64_t(box.elements());
-      return {reinterpret_cast<const std::byte*>(old), reinterpret_cast<const std::byte*>(now), n, rows ? n / uint64_t(rows) : 0, std::move(box)};
+      return {reinterpret_cast<const std::byte*>(old), reinterpret_cast<const std::byte*>(now), n, rows ? n / uint64_t(rows) : 0, std::move(box),
+              {mantissa, apart}};
     }
     static inline mcr::delta::Part mcr_part(uintptr_t coded, const uint8_t* row) {
       mcr::delta::Part part;
@@ -37,7 +39,11 @@ cdef extern from *:
       std::memcpy(&part.segment, row, sizeof part.segment);
       return part;
     }
-    static inline int mcr_log(int32_t item) { return std::countr_zero(uint32_t(item)); }
+    static inline void mcr_chain(mcr::delta::Chain& chain, uintptr_t old, int32_t item, int32_t mantissa, bool apart) {
+      chain.old = reinterpret_cast<const std::byte*>(old);
+      chain.log = std::countr_zero(uint32_t(item));
+      chain.classing = {mantissa, apart};
+    }
     static inline void mcr_rows(const mcr::delta::Encoded& e, uint8_t* to) {
       if (!e.segments.empty()) std::memcpy(to, e.segments.data(), e.segments.size() * sizeof(mcr::delta::Segment));
     }
@@ -55,12 +61,11 @@ cdef extern from *:
     cppclass CChange "mcr::delta::Change":
         uint64_t changed, digest
     cppclass COutcome "mcr::delta::Outcome":
-        bint good
+        uint8_t what
         CChange change
     cppclass CChain "mcr::delta::Chain":
         CChain()
         vector[CPart] parts
-        int log
     cppclass CEncoded "mcr::delta::Encoded":
         CEncoded()
         vector[CSegment] segments
@@ -70,9 +75,9 @@ cdef extern from *:
         pass
     CBox mcr_box(uint64_t index, uintptr_t at, int32_t item, int64_t d, const int64_t* extents, const int64_t* steps, const int64_t* lo,
                  const int64_t* hi, const int64_t* strides) except + nogil
-    CRegion mcr_region(uintptr_t old, uintptr_t now, CBox box, int64_t rows) except + nogil
+    CRegion mcr_region(uintptr_t old, uintptr_t now, CBox box, int64_t rows, int32_t mantissa, cbool apart) except + nogil
     CPart mcr_part(uintptr_t coded, const uint8_t* row) nogil
-    int mcr_log(int32_t item) nogil
+    void mcr_chain(CChain&, uintptr_t old, int32_t item, int32_t mantissa, cbool apart) nogil
     void mcr_rows(const CEncoded&, uint8_t* to) nogil
 
 cdef extern from "delta/patch.h" nogil:
@@ -106,8 +111,8 @@ def checksum(const uint8_t[::1] data):
 
 
 cdef stored(const CEncoded& encoded):
-    """Rows of the index, uint8 (n, 48), and the payload."""
-    rows = np.empty((encoded.segments.size(), 48), np.uint8)
+    """Rows of the index, uint8 (n, 56), and the payload."""
+    rows = np.empty((encoded.segments.size(), 56), np.uint8)
     payload = np.empty(encoded.nbytes, np.uint8)
     cdef uint8_t[:, ::1] r = rows
     cdef uint8_t[::1] p = payload
@@ -119,8 +124,9 @@ cdef stored(const CEncoded& encoded):
 
 
 def encode(const uint64_t[::1] old, const uint64_t[::1] now, const int32_t[::1] itemsize, const uint64_t[::1] index,
-           const int64_t[:, ::1] extents, const int64_t[:, ::1] steps):
-    """What changed in each region, from `old` to `now`: addresses of packed arrays. See `stored`."""
+           const int64_t[:, ::1] extents, const int64_t[:, ::1] steps, const int32_t[::1] mantissa, cbool apart):
+    """What changed in each region, from `old` to `now`: addresses of packed arrays. See `stored`. `mantissa`: bits of an element below its exponent,
+    where changes may be coded against what was there, or -1; `apart`: with distances by class."""
     cdef int64_t n = old.shape[0], d = extents.shape[1], i
     cdef vector[CRegion] regions
     cdef CEncoded encoded
@@ -128,7 +134,7 @@ def encode(const uint64_t[::1] old, const uint64_t[::1] now, const int32_t[::1] 
         regions.reserve(n)
         for i in range(n):
             regions.push_back(mcr_region(old[i], now[i], mcr_box(index[i], 0, itemsize[i], d, &extents[i, 0] if d else NULL,
-                                                                 &steps[i, 0] if d else NULL, NULL, NULL, NULL), rows_of(extents, i)))
+                                                                 &steps[i, 0] if d else NULL, NULL, NULL, NULL), rows_of(extents, i), mantissa[i], apart))
         encoded = c_encode(regions)
     return stored(encoded)
 
@@ -145,7 +151,7 @@ cdef int64_t rows_of(const int64_t[:, ::1] extents, int64_t i) noexcept nogil:
 cdef vector[CPart] parts_of(const uint64_t[::1] coded, const uint8_t[:, ::1] rows) except *:
     cdef vector[CPart] parts
     cdef int64_t i
-    if rows.shape[0] != coded.shape[0] or rows.shape[1] != 48:
+    if rows.shape[0] != coded.shape[0] or rows.shape[1] != 56:
         raise ValueError(f"{coded.shape[0]} parts, an index of {rows.shape[0]} x {rows.shape[1]} bytes")
     for i in range(coded.shape[0]):
         parts.push_back(mcr_part(coded[i], &rows[i, 0]))
@@ -167,7 +173,8 @@ def apply(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[:
     """Part i goes to box[i]. Mode 0 writes nothing, 1 applies, 2 takes back.
 
     Returns:
-        For each part: whether it is good (bool), how many elements of the box it changes (uint64), what that adds to their digest (uint64).
+        For each part: what became of it (uint8: 0 done, 1 cannot be decoded, 2 needs elements as they were that are not there, 3 left out because
+        of such others); how many elements of the box it changes (uint64), what that adds to their digest (uint64).
     """
     cdef vector[CPart] parts = parts_of(coded, rows)
     cdef int64_t n = box.shape[0], m = at.shape[0], d = extents.shape[1], i
@@ -184,14 +191,16 @@ def apply(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[:
         for i in range(n):
             of.push_back(&boxes[box[i]])
         outcomes = c_apply(parts, of, <CMode> mode)
-    good, changed, digest = np.empty(n, np.bool_), np.empty(n, np.uint64), np.empty(n, np.uint64)
+    what, changed, digest = np.empty(n, np.uint8), np.empty(n, np.uint64), np.empty(n, np.uint64)
     for i in range(n):
-        good[i], changed[i], digest[i] = outcomes[i].good, outcomes[i].change.changed, outcomes[i].change.digest
-    return good, changed, digest
+        what[i], changed[i], digest[i] = outcomes[i].what, outcomes[i].change.changed, outcomes[i].change.digest
+    return what, changed, digest
 
 
-def merge(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[::1] first, const int32_t[::1] itemsize):
-    """Parts first[i] … first[i + 1] - 1 are of one segment, of successive patches. See `stored`; and which cannot be decoded."""
+def merge(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[::1] first, const int32_t[::1] itemsize,
+          const uint64_t[::1] old, const int32_t[::1] mantissa, cbool apart):
+    """Parts first[i] … first[i + 1] - 1 are of one segment, of successive patches; old[i] is where its elements are as they were before, or 0.
+    See `stored`, and `encode`; and which cannot be decoded."""
     cdef vector[CPart] parts = parts_of(coded, rows)
     cdef int64_t n = itemsize.shape[0], i, k
     cdef vector[CChain] chains
@@ -200,7 +209,7 @@ def merge(const uint64_t[::1] coded, const uint8_t[:, ::1] rows, const int64_t[:
     with nogil:
         chains.resize(n)
         for i in range(n):
-            chains[i].log = mcr_log(itemsize[i])
+            mcr_chain(chains[i], old[i], itemsize[i], mantissa[i], apart)
             for k in range(first[i], first[i + 1]):
                 chains[i].parts.push_back(parts[k])
         encoded = c_merge(chains, bad)

@@ -66,7 +66,7 @@ class Engine(Agent):
         self._plans: dict[str, Origin | Route] = {}
         self._staged: _Staged | None = None
         self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's boxes at it
-        self._paused = 0.0
+        self._paused = 0.0  # since when; 0: it is not
         self._told = threading.Condition()
         self._leaders: dict[tuple[int, int], Blob | None] = {}  # by epoch and unit; None: it will not have it
         self.start(timeout_s)
@@ -78,7 +78,12 @@ class Engine(Agent):
         return -1 if version is None else version
 
     def describe(self) -> Join:
-        state: State = "poisoned" if self._adapter.poisoned else "serving" if self.version >= 0 else "joined"
+        if self._adapter.poisoned:
+            state: State = "poisoned"
+        elif self.version < 0:
+            state = "joined"
+        else:
+            state = "paused" if self._paused else "serving"
         return Join(self.member, self._placement, None, self.version, state)
 
     def close(self) -> None:
@@ -193,7 +198,7 @@ class Engine(Agent):
         staged = self._staged
         if staged is None or staged.epoch != command.epoch or staged.version != command.arguments["version"]:
             raise StaleVersionError(f"{self.member} has not staged version {command.arguments['version']} in epoch {command.epoch}")
-        self._paused = time.monotonic()
+        self._paused = self._paused or time.monotonic()
         self._adapter.pause()
         if self.version == staged.version:  # another rank of this engine could not take it over, and does now
             return 0.0
@@ -215,7 +220,8 @@ class Engine(Agent):
         """The other ranks of this engine have it, too. Returns for how many seconds it was paused."""
         self._adapter.resume()
         self._forget()
-        return time.monotonic() - self._paused
+        paused, self._paused = time.monotonic() - self._paused, 0.0
+        return paused
 
     # ---- units
 

@@ -144,12 +144,13 @@ class Agent:
                 self._closed.wait(pauses.next())
                 continue
             for command in commands:
-                if command.what == "abort":
-                    self._aborted = max(self._aborted, command.epoch)
+                over = command.epoch - (command.what != "abort")  # who asks for something new has given up what was before
+                if over > self._aborted:
+                    self._aborted = over
                     self.hear(command)
-                elif command.what == "unit":
+                if command.what == "unit":
                     self.hear(command)
-                else:
+                elif command.what != "abort":
                     self._work.put(command)
 
     def _carry_out(self) -> None:

@@ -11,14 +11,23 @@ from typing import Literal
 import numpy as np
 import torch
 
-from mooncake_ray.errors import ChecksumError, ConfigError, DeltaBaseError, PlanError, SnapshotNotFoundError, StaleVersionError
+from mooncake_ray.errors import (
+    ChecksumError,
+    ConfigError,
+    DeltaBaseError,
+    MooncakeRayError,
+    PlanError,
+    SnapshotNotFoundError,
+    StaleVersionError,
+)
 from mooncake_ray.weights import patching
-from mooncake_ray.weights.boxes import busiest, meetings
+from mooncake_ray.weights.boxes import busiest, distinct, meetings
 from mooncake_ray.weights.delta_index import Index, Step
 from mooncake_ray.weights.delta_log import object_digest
 from mooncake_ray.weights.file_source import Directory, LocalDirectory, source_of
 from mooncake_ray.weights.generation import FetchedSnapshot
 from mooncake_ray.weights.manifest import Manifest, few
+from mooncake_ray.weights.memory import refuse_shared
 from mooncake_ray.weights.patch import HEAD_BYTES, Patch, Regions, merge
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, views
@@ -136,8 +145,12 @@ class DeltaReader:
             if self._layout is None or self._layout.publication != stored.manifest.publication:
                 self._layout = _Layout(stored.manifest, self._placement)
             patches, nbytes = self._read(rest, self._layout)  # before anything is written
-            self.version = None  # until all of it is here
-            loaded = stored.load_into(self._shard, rank=self._rank, verify=verify)
+            held, self.version = self.version, None
+            try:
+                loaded = stored.load_into(self._shard, rank=self._rank, verify=verify)
+            except MooncakeRayError:
+                self.version = held  # nothing was written
+                raise
             self.version = version
         finally:
             close()
@@ -256,6 +269,8 @@ class _Layout:
         self._lo, self._hi = own_lo, own_hi
         pairs = [np.stack(p) for p in meetings((own, own_lo, own_hi), (tensor, lo, hi), busiest(tensor, lo, len(manifest.metas)))]
         fragment, region = np.concatenate(pairs, axis=1) if pairs else np.zeros((2, 0), np.int64)
+        once = np.isin(fragment, _places(placement))
+        fragment, region = fragment[once], region[once]
         rank_of = np.array([rank for rank, _ in rows], np.int64)
         first = np.searchsorted(rank_of, np.arange(len(manifest.parts) + 1))
         itemsize = np.array([m.itemsize for m in manifest.metas], np.int32)
@@ -280,6 +295,14 @@ class _Layout:
         changed = np.flatnonzero(patch.touched[regions])
         rows = zip(fragments[changed].tolist(), regions[changed].tolist(), strict=True)
         return [patching.Part(r, bits(tensors[f]), tuple(self.placement.lo[f].tolist())) for f, r in rows]
+
+
+def _places(placement: Placement) -> np.ndarray:
+    """int64: a fragment for each place in memory. Tied tensors are one: what changed is added once."""
+    refuse_shared(placement)
+    extent = placement.hi - placement.lo
+    strides = np.where(extent > 1, placement.strides, 0)
+    return distinct([placement.buffer, placement.offset, *extent.T, *strides.T])[0]
 
 
 def _padded(rows: Iterable[Sequence[int]], d: int, fill: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,22 @@ from mooncake_ray.weights.patch_data import Patch
 from mooncake_ray.weights.patch_index import REGION, SEGMENT
 from mooncake_ray.weights.regions import Regions, bytes_of
 
-__all__ = ["encode", "merge"]
+__all__ = ["Classing", "encode", "merge"]
+
+
+@dataclass(frozen=True, eq=False)
+class Classing:
+    """That changes may be coded against what was there. The smaller an element is, the more often a step changes it, and by more; so there are
+    frequencies for each size of elements. That saves a twentieth of the bytes, or, with distances `apart`, three tenths.
+
+    Such a segment can only be applied by who holds all of it, it cannot be taken back, and to merge it takes the base.
+    """
+
+    mantissa: np.ndarray
+    """int32 (m): for each region, bits of an element below its exponent (bfloat16 7, float16 10, float32 23); -1 for a region that is not to be
+    coded so."""
+    apart: bool = False
+    """Whether distances are by size, too. Then applying takes a look at every element of a segment that changed, and not only at the changes."""
 
 
 def encode(
@@ -28,6 +44,7 @@ def encode(
     epoch: int = 0,
     object: bytes = bytes(32),
     before: np.ndarray | None = None,
+    classing: Classing | None = None,
 ) -> Patch:
     """What changed from one version of an object to another. Uses several threads, and releases the GIL. Nobody may write the objects meanwhile.
 
@@ -38,6 +55,7 @@ def encode(
         object: 32 bytes by which receivers recognize what the patch is of.
         before: uint64 (m): content digests of the regions at the base version, if they are known. Otherwise those of changed regions
             are computed, which reads them once more.
+        classing: For fewer bytes, where receivers hold whole segments.
 
     Raises:
         ValueError: an object is shorter than its regions, or versions do not grow.
@@ -46,7 +64,8 @@ def encode(
         raise ValueError(f"a patch from version {base_version} to {version}")
     was, now = bytes_of(old), bytes_of(new)
     where = regions.addresses(was), regions.addresses(now)
-    rows, payload = _native.encode(*where, regions.itemsize, regions.index, regions.extents, regions.steps)
+    mantissa, apart = _classing(regions, classing)
+    rows, payload = _native.encode(*where, regions.itemsize, regions.index, regions.extents, regions.steps, mantissa, apart)
     segments = rows.reshape(-1).view(SEGMENT)
     touched = np.unique(segments["region"]).astype(np.int64)
     digests = regions.only(touched).digests(was) if before is None else np.asarray(before, np.uint64)[touched]
@@ -54,12 +73,16 @@ def encode(
     return Patch.parse(patch_index.joined(len(regions), base_version, version, epoch, object, table, segments, payload))
 
 
-def merge(patches: Sequence[Patch], regions: Regions) -> Patch:
+def merge(patches: Sequence[Patch], regions: Regions, *, base: Any = None, classing: Classing | None = None) -> Patch:
     """One patch for several successive ones: from the first one's base to the last one's version. What is again as it was is no change in it.
     Costs memory for one segment a thread. Uses several threads, and releases the GIL.
 
+    Args:
+        base: The object's bytes at the first one's base version. Needed only for patches that are coded against what was there.
+        classing: As `encode` takes it; only with `base`.
+
     Raises:
-        DeltaBaseError: one does not begin where the one before ended, or is of another object.
+        DeltaBaseError: one does not begin where the one before ended, is of another object, or is coded against what was there, without `base`.
         ChecksumError: one is damaged.
     """
     if not patches:
@@ -71,6 +94,8 @@ def merge(patches: Sequence[Patch], regions: Regions) -> Patch:
         if b.object != a.object:
             raise DeltaBaseError(f"the patches to versions {a.version} and {b.version} are of different objects")
         b.require(regions)
+    if base is None and any(p.classed for p in patches):
+        raise DeltaBaseError("some of the patches are coded against what was there, and cannot be merged without their base")
     before, after = np.zeros((2, len(regions)), np.uint64)
     known = np.zeros(len(regions), np.bool_)
     for p in patches:
@@ -91,13 +116,25 @@ def merge(patches: Sequence[Patch], regions: Regions) -> Patch:
     fresh[1:] = (rows["region"][1:] != rows["region"][:-1]) | (rows["begin"][1:] != rows["begin"][:-1])
     start = np.flatnonzero(fresh)
     first = np.concatenate([start, [len(rows)]]).astype(np.int64)
-    merged, payload, bad = _native.merge(at, patch_index.raw(rows), first, regions.itemsize[rows["region"][start]])
+    of, old = rows["region"][start], np.zeros(len(start), np.uint64)
+    if base is not None:
+        old = regions.addresses(bytes_of(base))[of] + rows["begin"][start] * regions.itemsize[of].astype(np.uint64)
+    mantissa, apart = _classing(regions, classing if base is not None else None)
+    merged, payload, bad = _native.merge(at, patch_index.raw(rows), first, regions.itemsize[of], old, mantissa[of], apart)
     if bad:
-        raise ChecksumError(f"{len(bad)} segments cannot be merged, the first is of region {int(rows['region'][start[bad[0]]])}")
+        raise ChecksumError(f"{len(bad)} segments cannot be merged, the first is of region {int(of[bad[0]])}")
     segments = merged.reshape(-1).view(SEGMENT)
     table = _table(regions, segments, before[np.unique(segments["region"])])
     a, b = patches[0], patches[-1]
     return Patch.parse(patch_index.joined(a.regions, a.base_version, b.version, b.epoch, a.object, table, segments, payload))
+
+
+def _classing(regions: Regions, classing: Classing | None) -> tuple[np.ndarray, bool]:
+    if classing is None:
+        return np.full(len(regions), -1, np.int32), False
+    if len(classing.mantissa) != len(regions):
+        raise ValueError(f"there are {len(regions)} regions, and {len(classing.mantissa)} numbers of mantissa bits")
+    return np.ascontiguousarray(classing.mantissa, np.int32), classing.apart
 
 
 def _table(regions: Regions, segments: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -9,10 +9,10 @@ coded; a segment of which most changed is coded densely. Bytes are the same in t
 
 from __future__ import annotations
 
-from mooncake_ray.weights.encoding import encode, merge
+from mooncake_ray.weights.encoding import Classing, encode, merge
 from mooncake_ray.weights.patch_data import Patch
 from mooncake_ray.weights.patch_index import HEAD_BYTES
 from mooncake_ray.weights.patching import Change, Part, apply, check, revert
 from mooncake_ray.weights.regions import Regions
 
-__all__ = ["HEAD_BYTES", "Change", "Part", "Patch", "Regions", "apply", "check", "encode", "merge", "revert"]
+__all__ = ["HEAD_BYTES", "Change", "Classing", "Part", "Patch", "Regions", "apply", "check", "encode", "merge", "revert"]

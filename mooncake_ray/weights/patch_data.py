@@ -31,7 +31,7 @@ class Patch:
     table: np.ndarray
     """A row for each region that changed: region, segments, elements, changed, before, after (content digests)."""
     segments: np.ndarray
-    """A row for each segment: begin, offset, digest, checksum, elements, changed, nbytes, region."""
+    """A row for each segment: begin, offset, digest, checksum, elements, changed, nbytes, region, form."""
     index_bytes: int
     """Of head and index. The payload begins there."""
     data: np.ndarray | None
@@ -49,6 +49,11 @@ class Patch:
     def changed(self) -> int:
         """Elements."""
         return int(self.table["changed"].sum(dtype=np.int64))
+
+    @cached_property
+    def classed(self) -> bool:
+        """Whether segments of it are coded against what was there: see `encode`."""
+        return bool(np.any(self.segments["form"] == patch_index.CLASSED))
 
     @cached_property
     def touched(self) -> np.ndarray:

@@ -7,7 +7,7 @@ Little-endian, and all of it:
     bitmap    a bit for each region, the lowest first: whether anything in it changed; padded to 8 bytes
     regions   for each that did: number u32, segments u32, elements, changed, content digest before and after u64
     segments  first element in the region, offset in the payload, what it adds to the digest, checksum of its bytes u64,
-              elements, changed, bytes, region u32
+              elements, changed, bytes, region, form u32, 0 u32
     payload   the segments' bytes, one after the other
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from mooncake_ray._native import delta as _native
 from mooncake_ray.errors import ChecksumError
 
-__all__ = ["HEAD", "HEAD_BYTES", "REGION", "SEGMENT", "head_of", "index_bytes", "joined", "raw", "split"]
+__all__ = ["CLASSED", "HEAD", "HEAD_BYTES", "REGION", "SEGMENT", "head_of", "index_bytes", "joined", "raw", "split"]
 
 _MAGIC = b"MCRDELTA"
 _FORMAT = 1
@@ -50,8 +50,12 @@ SEGMENT = np.dtype(
         ("changed", "<u4"),
         ("nbytes", "<u4"),
         ("region", "<u4"),
+        ("form", "<u4"),
+        ("spare", "<u4"),
     ]
 )
+CLASSED = 3
+"""The form of segments that are coded against what was there."""
 
 
 def index_bytes(head: np.void) -> int:

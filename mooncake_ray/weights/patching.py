@@ -18,6 +18,7 @@ from mooncake_ray.weights.regions import Regions
 __all__ = ["Change", "Part", "apply", "check", "revert"]
 
 _CHECK, _APPLY, _REVERT = 0, 1, 2
+_DONE, _BROKEN, _STALE = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def check(patch: Patch, regions: Regions, parts: Sequence[Part]) -> list[Change]
 
 
 def revert(patch: Patch, regions: Regions, parts: Sequence[Part]) -> list[Change]:
-    """Brings boxes from a patch's version back to its base. As `apply`."""
+    """Brings boxes from a patch's version back to its base. As `apply`; but not if segments are coded against what was there."""
     return _run(patch, regions, parts, _REVERT, _APPLY)
 
 
@@ -82,25 +83,45 @@ def _run(patch: Patch, regions: Regions, parts: Sequence[Part], mode: int, undo:
     boxes = _Boxes(patch, regions, parts)
     patch.verify(np.unique(boxes.segment))
     rows = patch.segments[boxes.segment]
-    good, changed, digest = boxes.run(mode)
-    expected = rows["digest"] if mode != _REVERT else np.uint64(0) - rows["digest"]
-    wrong = boxes.whole & good & (digest != expected)
-    if not np.all(good) or np.any(wrong):
-        if undo is not None:
+    classed = rows["form"] == patch_index.CLASSED
+    if np.any(classed):
+        if mode == _REVERT:
+            raise DeltaBaseError(f"the patch to version {patch.version} is coded against what was there, and cannot be taken back")
+        if np.any(partial := classed & ~boxes.whole):
+            raise PlanError(
+                f"region {int(rows[partial][0]['region'])}: {int(partial.sum())} segments are coded against what was there, and its part does "
+                f"not hold all of the one at element {int(rows[partial][0]['begin'])}"
+            )
+        if mode == _APPLY and (rest := np.flatnonzero(~classed)).size:  # what can be taken back is tried, as what cannot would stay
+            what, _, digest = boxes.run(_CHECK, rest)
+            if error := _error(patch, rows[rest], boxes.whole[rest], what, digest, _CHECK):
+                raise error
+    what, changed, digest = boxes.run(mode)
+    if error := _error(patch, rows, boxes.whole, what, digest, mode):
+        if undo is not None and not np.any(what == _STALE):
             boxes.run(undo)
-        if not np.all(good):
-            row = rows[~good][0]
-            raise ChecksumError(f"region {int(row['region'])}: the segment at element {int(row['begin'])} cannot be decoded")
-        row = rows[wrong][0]
-        was, then = (patch.version, patch.base_version) if mode == _REVERT else (patch.base_version, patch.version)
-        raise DeltaBaseError(
-            f"region {int(row['region'])} does not hold version {was}: {int(wrong.sum())} segments would not hold version {then} "
-            f"afterwards, the first at element {int(row['begin'])}"
-        )
+        raise error
     sums = np.zeros((2, len(parts)), np.uint64)
     np.add.at(sums[0], boxes.box, changed)
     np.add.at(sums[1], boxes.box, digest)
     return [Change(int(c), int(d)) for c, d in sums.T]
+
+
+def _error(patch: Patch, rows: np.ndarray, whole: np.ndarray, what: np.ndarray, digest: np.ndarray, mode: int) -> Exception | None:
+    """What was wrong with segments: rows of the index, whether parts hold all of each, and what became of it."""
+    if np.any(broken := what == _BROKEN):
+        row = rows[broken][0]
+        return ChecksumError(f"region {int(row['region'])}: the segment at element {int(row['begin'])} cannot be decoded")
+    expected = rows["digest"] if mode != _REVERT else np.uint64(0) - rows["digest"]
+    wrong = (what == _STALE) | (whole & (what == _DONE) & (digest != expected))
+    if not np.any(wrong):
+        return None
+    row = rows[wrong][0]
+    was, then = (patch.version, patch.base_version) if mode == _REVERT else (patch.base_version, patch.version)
+    return DeltaBaseError(
+        f"region {int(row['region'])} does not hold version {was}: {int(wrong.sum())} segments would not hold version {then} "
+        f"afterwards, the first at element {int(row['begin'])}"
+    )
 
 
 class _Boxes:
@@ -138,10 +159,11 @@ class _Boxes:
         stop = start + patch.segments["elements"][self.segment]
         self.whole = adjacent[self.box] & (start >= begin[self.box]) & (stop <= end[self.box])
 
-    def run(self, mode: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each segment: whether it can be decoded, how many elements it changes, what that adds to their digest."""
-        rows = patch_index.raw(self.patch.segments[self.segment])
-        return _native.apply(self.patch.at[self.segment], rows, self.box, mode, *self.boxes)
+    def run(self, mode: int, which: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each segment, or for some: what became of it, how many elements it changes, what that adds to their digest."""
+        which = np.arange(len(self.segment)) if which is None else which
+        segment = self.segment[which]
+        return _native.apply(self.patch.at[segment], patch_index.raw(self.patch.segments[segment]), self.box[which], mode, *self.boxes)
 
 
 def _placed(part: Part, d: int, itemsize: int) -> tuple[int, list[int], list[int], list[int]]:

@@ -11,6 +11,10 @@ struct Loops {
   uint64_t (*digest[4])(const void* at, size_t n, uint64_t index);
   // A bit for each of n elements, in (n + 63) / 64 words: whether the two differ. Returns whether any do.
   bool (*differ[4])(const void* a, const void* b, size_t n, uint64_t* bits);
+  // A bit for each of n elements: whether it is at least the limit, without its uppermost bit.
+  void (*at_least[4])(const void* at, size_t n, uint64_t limit, uint64_t* bits);
+  // Of so many words: those bits of `some` that are not in `others`, and how many of them a word has.
+  void (*without)(const uint64_t* some, const uint64_t* others, size_t words, uint64_t* bits, uint8_t* counts);
 };
 
 extern const Loops kBaseLoops;

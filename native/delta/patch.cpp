@@ -75,6 +75,27 @@ Box packed(uint64_t elements, int log) {
   return box;
 }
 
+// The elements of a segment in a box, packed: where they lie, or in `copy`. nullptr if not all of them are in the box.
+const std::byte* packed_in(const Segment& segment, const Box& box, std::vector<std::byte>& copy) {
+  const int64_t item = int64_t{1} << box.log;
+  Walk walk(box);
+  const uint64_t end = segment.begin + segment.elements;
+  for (uint64_t at = segment.begin; at < end; at = walk.end) {
+    walk.seek(at);
+    const uint64_t last = std::min(end, walk.end) - 1;
+    if (!walk.here(at) || !walk.here(last)) return nullptr;
+    const bool adjacent = box.dims.back().stride == item;
+    if (adjacent && at == segment.begin && last + 1 == end) return walk.address_of(at);
+    copy.resize(size_t(segment.elements) << box.log);
+    std::byte* to = &copy[size_t(at - segment.begin) << box.log];
+    if (adjacent)
+      std::memcpy(to, walk.address_of(at), size_t(last + 1 - at) << box.log);
+    else
+      for (uint64_t i = at; i <= last; ++i, to += item) std::memcpy(to, walk.address_of(i), size_t(item));
+  }
+  return copy.data();
+}
+
 // Those that hold something, and where they begin.
 Encoded gathered(std::vector<Segment> segments, std::vector<Bytes> coded) {
   Encoded out;
@@ -93,6 +114,7 @@ void finish(Segment& segment, Bytes& coded, Change change) {
   segment.changed = uint32_t(change.changed);
   segment.digest = change.digest;
   segment.checksum = checksum(coded.data(), coded.size());
+  segment.form = coded.front();
   coded.shrink_to_fit();
 }
 
@@ -117,7 +139,7 @@ Encoded encode(const std::vector<Region>& regions) {
   for (size_t r = 0; r < regions.size(); ++r) {
     const uint64_t n = regions[r].elements, most = segment_elements(regions[r].row_elements);
     for (uint64_t begin = 0; begin < n; begin += most)
-      segments.push_back({begin, 0, 0, 0, uint32_t(std::min(most, n - begin)), 0, 0, uint32_t(r)});
+      segments.push_back({begin, 0, 0, 0, uint32_t(std::min(most, n - begin)), 0, 0, uint32_t(r), 0, 0});
     bytes += size_t(n) << regions[r].index.log;
   }
   std::vector<Bytes> coded(segments.size());
@@ -126,7 +148,7 @@ Encoded encode(const std::vector<Region>& regions) {
     Segment& s = segments[i];
     const Region& r = regions[s.region];
     const size_t offset = size_t(s.begin) << r.index.log;
-    const Change change = encoder.encode(r.old + offset, r.now + offset, s.elements, r.index.log, r.index, s.begin, coded[i]);
+    const Change change = encoder.encode(r.old + offset, r.now + offset, s.elements, r.index.log, r.index, s.begin, r.classing, coded[i]);
     if (change.changed) finish(s, coded[i], change);
   });
   return gathered(std::move(segments), std::move(coded));
@@ -146,15 +168,43 @@ std::vector<size_t> damaged(const std::vector<Part>& parts) {
 
 std::vector<Outcome> apply(const std::vector<Part>& parts, const std::vector<const Box*>& boxes, Mode mode) {
   std::vector<Outcome> out(parts.size());
+  auto fits = [&](size_t i) {
+    const Segment& s = parts[i].segment;
+    const uint64_t there = uint64_t(boxes[i]->elements());
+    return s.elements <= kMostElements && s.elements <= there && s.begin <= there - s.elements;
+  };
+  std::vector<size_t> first;  // those that are coded against what was there
+  for (size_t i = 0; i < parts.size(); ++i)
+    if (needs_old(parts[i].coded, parts[i].segment.nbytes) && fits(i)) first.push_back(i);
+  std::vector<Decoder> decoded(first.size());
+  each_in_parallel(first.size(), 8 * sum_of(parts), [&](size_t k) {
+    thread_local std::vector<std::byte> copy;
+    const size_t i = first[k];
+    const Segment& s = parts[i].segment;
+    out[i].what = Outcome::kStale;
+    const std::byte* old = mode == Mode::kRevert ? nullptr : packed_in(s, *boxes[i], copy);
+    if (!old || !decoded[k].decode(parts[i].coded, s.nbytes, s.elements, s.changed, boxes[i]->log, old)) return;
+    out[i].change = apply_to(decoded[k], s, *boxes[i], Mode::kCheck);
+    if (out[i].change.digest == s.digest) out[i].what = Outcome::kDone;
+    decoded[k].forget();
+  });
+  if (std::any_of(out.begin(), out.end(), [](const Outcome& o) { return o.what == Outcome::kStale; })) {
+    for (Outcome& o : out)
+      if (o.what != Outcome::kStale) o = {Outcome::kLeft, {}};
+    return out;
+  }
   each_in_parallel(parts.size(), 8 * sum_of(parts), [&](size_t i) {
     thread_local Decoder decoder;
     const Segment& s = parts[i].segment;
     const Box& box = *boxes[i];
-    const uint64_t there = uint64_t(box.elements());
-    if (s.elements > there || s.begin > there - s.elements) return;
-    if (!decoder.decode(parts[i].coded, s.nbytes, s.elements, s.changed, box.log)) return;
+    if (out[i].what == Outcome::kDone) {
+      const size_t k = size_t(std::lower_bound(first.begin(), first.end(), i) - first.begin());
+      if (mode != Mode::kCheck) apply_to(decoded[k], s, box, mode);
+      return;
+    }
+    if (!fits(i) || !decoder.decode(parts[i].coded, s.nbytes, s.elements, s.changed, box.log, nullptr)) return;
     out[i].change = apply_to(decoder, s, box, mode);
-    out[i].good = true;
+    out[i].what = Outcome::kDone;
   });
   return out;
 }
@@ -176,12 +226,17 @@ Encoded merge(const std::vector<Chain>& chains, std::vector<size_t>& bad) {
       failed[i] = 1;
       return;
     }
-    sums.assign(size_t(s.elements) << chain.log, std::byte{0});
+    const size_t nbytes = size_t(s.elements) << chain.log;
+    if (chain.old)
+      sums.assign(chain.old, chain.old + nbytes);
+    else
+      sums.assign(nbytes, std::byte{0});
     Box box = packed(s.elements, chain.log);
     box.at = sums.data();
     uint64_t digest = 0;
     for (const Part& p : chain.parts) {
-      if (p.segment.elements != s.elements || !decoder.decode(p.coded, p.segment.nbytes, s.elements, p.segment.changed, chain.log)) {
+      if (p.segment.elements != s.elements || !decoder.decode(p.coded, p.segment.nbytes, s.elements, p.segment.changed, chain.log,
+                                                             chain.old ? sums.data() : nullptr)) {
         failed[i] = 1;
         return;
       }
@@ -190,7 +245,7 @@ Encoded merge(const std::vector<Chain>& chains, std::vector<size_t>& bad) {
       apply_to(decoder, here, box, Mode::kApply);
       digest += p.segment.digest;
     }
-    const Change change = encoder.encode(nullptr, sums.data(), s.elements, chain.log, box, 0, coded[i]);
+    const Change change = encoder.encode(chain.old, sums.data(), s.elements, chain.log, box, 0, chain.classing, coded[i]);
     if (change.changed) finish(s, coded[i], {change.changed, digest});
   });
   for (size_t i = 0; i < failed.size(); ++i)

@@ -14,8 +14,10 @@ struct Segment {
   uint32_t elements, changed;
   uint32_t nbytes;
   uint32_t region;
+  uint32_t form;   // the first coded byte
+  uint32_t spare;  // 0
 };
-static_assert(sizeof(Segment) == 48);
+static_assert(sizeof(Segment) == 56);
 
 struct Encoded {
   std::vector<Segment> segments;  // ascending by region and begin
@@ -30,6 +32,7 @@ struct Region {
   const std::byte* now;
   uint64_t elements, row_elements;
   Box index;  // simplified
+  Classing classing;
 };
 
 // Several threads. Throws std::bad_alloc.
@@ -47,18 +50,26 @@ std::vector<size_t> damaged(const std::vector<Part>& parts);
 enum class Mode : int { kCheck, kApply, kRevert };
 
 struct Outcome {
-  bool good = false;  // otherwise nothing of it was applied: the bytes are not those of a segment
-  Change change;      // in the box
+  enum What : uint8_t {
+    kDone,
+    kBroken,  // nothing of it was applied: the bytes are not those of a segment
+    kStale,   // it is coded against what was there, and that is not there, or not all of it
+    kLeft,    // it was not tried, because others are stale
+  } what = kBroken;
+  Change change;  // in the box
 };
 
 // Adds changes to boxes, of which no two may overlap, on several threads; or takes them back; or only says what they would be. box[i], simplified,
-// is for parts[i]. Throws std::bad_alloc, and then some may be applied.
+// is for parts[i]. What is coded against what was there is decoded first, all of it, and if any is stale, nothing is written. It cannot be taken
+// back. Throws std::bad_alloc, and then some may be applied.
 std::vector<Outcome> apply(const std::vector<Part>& parts, const std::vector<const Box*>& boxes, Mode mode);
 
-// One after another, as one: parts of the same segment of successive patches; `log` of the element size.
+// One after another, as one: parts of the same segment of successive patches.
 struct Chain {
   std::vector<Part> parts;
+  const std::byte* old;  // the segment's elements before the first of them, packed; nullptr where they are not there
   int log;
+  Classing classing;
 };
 
 // Chains ascend by region and begin. Elements that are again what they were are no changes. `bad`: the chains that cannot be decoded.

@@ -13,6 +13,7 @@ enum Form : uint8_t {
   kSparse,  // [u32 gap bytes][u32 value bytes][gap symbols][value symbols][the bits after either]: the distance from the change before, and the step
   kRaw,     // all steps
   kPlanes,  // for each byte of an element: [u32 bytes][symbols]: that byte of all steps
+  kClassed, // see classes.cpp
 };
 
 constexpr uint64_t kBlock = 4096;   // elements that are compared at a time
@@ -77,8 +78,7 @@ Change Encoder::sparse(const std::byte* old, const std::byte* now, uint64_t n, u
   Walk walk(index);
   uint64_t end = 0;   // of the walk's row, as a position of the segment
   uint64_t next = 0;  // the first position after the last change
-  bits_.clear();
-  BitWriter bits(bits_);
+  bits_ = {};
   for (uint64_t at = 0; at < n; at += kBlock) {
     const uint64_t m = std::min(kBlock, n - at);
     uint64_t differ[kBlock / 64];
@@ -96,8 +96,8 @@ Change Encoder::sparse(const std::byte* old, const std::byte* now, uint64_t n, u
         const Coded g = coded(gap), v = coded(value);
         gaps_[change.changed] = g.symbol, values_[change.changed] = v.symbol;
         ++change.changed;
-        bits.put(gap, g.bits);
-        bits.put(value, v.bits);
+        bits_.put(gap, g.bits);
+        bits_.put(value, v.bits);
         next = position + 1;
         if (position >= end) {
           walk.seek(first + position);
@@ -108,12 +108,12 @@ Change Encoder::sparse(const std::byte* old, const std::byte* now, uint64_t n, u
       }
     if (change.changed > most) break;
   }
-  bits.end();
+  bits_.end();
   return change;
 }
 
 template <class T>
-Change Encoder::encode(const std::byte* old, const std::byte* now, uint64_t n, const Box& index, uint64_t first, Bytes& out) {
+Change Encoder::encode(const std::byte* old, const std::byte* now, uint64_t n, const Box& index, uint64_t first, Classing classing, Bytes& out) {
   const uint64_t most = std::max<uint64_t>(n / kDenseFrom, 16);
   Change change = sparse<T>(old, now, n, most, index, first);
   if (!change.changed) return change;
@@ -126,7 +126,14 @@ Change Encoder::encode(const std::byte* old, const std::byte* now, uint64_t n, c
     put_symbols(values_.data(), change.changed, out);
     put_u32(head, middle - head - 8, out);
     put_u32(head + 4, out.size() - middle, out);
-    out.insert(out.end(), bits_.begin(), bits_.end());
+    out.insert(out.end(), bits_.out.begin(), bits_.out.end());
+    if (classing.mantissa >= 0 && old) {
+      other_.assign(1, kClassed);
+      if (classes_.encode(old, now, n, change.changed, std::countr_zero(sizeof(T)), classing, other_) && other_.size() < out.size() - begin) {
+        out.resize(begin);
+        out.insert(out.end(), other_.begin(), other_.end());
+      }
+    }
     if (out.size() - begin <= n * sizeof(T)) return change;
     out.resize(begin);
   }
@@ -161,12 +168,13 @@ Change Encoder::recount(const std::byte* old, const std::byte* now, uint64_t n, 
   return change;
 }
 
-Change Encoder::encode(const std::byte* old, const std::byte* now, uint64_t n, int log, const Box& index, uint64_t first, Bytes& out) {
+Change Encoder::encode(const std::byte* old, const std::byte* now, uint64_t n, int log, const Box& index, uint64_t first, Classing classing,
+                       Bytes& out) {
   switch (log) {
-    case 0: return encode<uint8_t>(old, now, n, index, first, out);
-    case 1: return encode<uint16_t>(old, now, n, index, first, out);
-    case 2: return encode<uint32_t>(old, now, n, index, first, out);
-    default: return encode<uint64_t>(old, now, n, index, first, out);
+    case 0: return encode<uint8_t>(old, now, n, index, first, classing, out);
+    case 1: return encode<uint16_t>(old, now, n, index, first, classing, out);
+    case 2: return encode<uint32_t>(old, now, n, index, first, classing, out);
+    default: return encode<uint64_t>(old, now, n, index, first, classing, out);
   }
 }
 
@@ -200,6 +208,16 @@ bool Decoder::sparse(const uint8_t* at, size_t nbytes, uint64_t changed) {
   return bits.whole();
 }
 
+bool Decoder::classed(const uint8_t* at, size_t nbytes, uint64_t changed, const std::byte* old) {
+  if (!old || !classes_.decode(at, nbytes, old, n_, changed, log_, positions_, steps_)) return false;
+  const uint64_t mask = ~uint64_t{0} >> (64 - (8u << log_));
+  for (uint64_t& step : steps_) {
+    if (step >= mask) return false;
+    step = unfolded(step + 1) & mask;
+  }
+  return true;
+}
+
 bool Decoder::planes(const uint8_t* at, size_t nbytes) {
   const size_t size = size_t{1} << log_;
   raw_.assign(n_ << log_, 0);
@@ -228,13 +246,14 @@ bool Decoder::planes(const uint8_t* at, size_t nbytes) {
   return nbytes == 0;
 }
 
-bool Decoder::decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t changed, int log) {
+bool Decoder::decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t changed, int log, const std::byte* old) {
   n_ = n, log_ = log, dense_ = false;
   positions_.clear(), steps_.clear();
   if (!nbytes || n > kMostElements || !changed || changed > n) return false;
   const uint8_t form = *at++;
   --nbytes;
   if (form == kSparse) return sparse(at, nbytes, changed);
+  if (form == kClassed) return classed(at, nbytes, changed, old);
   dense_ = true;
   if (form == kPlanes) {
     if (!planes(at, nbytes)) return false;
@@ -246,5 +265,7 @@ bool Decoder::decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t chan
   each([&](uint64_t, uint64_t, uint64_t) { ++there; });
   return there == changed;
 }
+
+bool needs_old(const uint8_t* at, size_t nbytes) { return nbytes && *at == kClassed; }
 
 }  // namespace mcr::delta

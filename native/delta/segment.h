@@ -2,6 +2,7 @@
 // size, modulo 2^(8 x size). So any bits come back exactly, changes of changes are sums, and taking one back is adding its negative.
 #pragma once
 #include "delta/box.h"
+#include "delta/classes.h"
 #include "delta/symbols.h"
 
 namespace mcr::delta {
@@ -17,14 +18,15 @@ struct Change {
 };
 
 // Appends the steps from old to now, two packed arrays of n elements; nothing if they are equal. `old`: nullptr for zeros.
-// `index`: of the region's elements; `first`: the segment's first one. Throws std::bad_alloc.
+// `index`: of the region's elements; `first`: the segment's first one. `classing`: only where those who decode have all of `old`. Throws
+// std::bad_alloc.
 class Encoder {
  public:
-  Change encode(const std::byte* old, const std::byte* now, uint64_t n, int log, const Box& index, uint64_t first, Bytes& out);
+  Change encode(const std::byte* old, const std::byte* now, uint64_t n, int log, const Box& index, uint64_t first, Classing classing, Bytes& out);
 
  private:
   template <class T>
-  Change encode(const std::byte* old, const std::byte* now, uint64_t n, const Box& index, uint64_t first, Bytes& out);
+  Change encode(const std::byte* old, const std::byte* now, uint64_t n, const Box& index, uint64_t first, Classing classing, Bytes& out);
   template <class T>
   Change sparse(const std::byte* old, const std::byte* now, uint64_t n, uint64_t most, const Box& index, uint64_t first);
   template <class T>
@@ -32,14 +34,23 @@ class Encoder {
   template <class T>
   void dense(const std::byte* old, const std::byte* now, uint64_t n, Bytes& out);
   Bytes gaps_, values_;  // as long as each other
-  Bytes bits_, plane_;
+  BitWriter bits_;
+  Bytes plane_, other_;
+  Classes classes_;
 };
 
 // Steps as they are applied: of some elements, or of all of them.
 class Decoder {
  public:
-  // False if these are not the bytes of `changed` of n elements. n is at most kMostElements.
-  bool decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t changed, int log);
+  // False if these are not the bytes of `changed` of n elements. n is at most kMostElements. `old`: those n elements, packed; nullptr where they
+  // are not there, and then segments that are coded against them cannot be decoded.
+  bool decode(const uint8_t* at, size_t nbytes, uint64_t n, uint64_t changed, int log, const std::byte* old);
+
+  // Gives back memory that only decoding needs.
+  void forget() {
+    classes_ = {};
+    symbols_ = {}, more_ = {};
+  }
 
   // Calls take(position, step, later) in rising order; `later` is a position that will come soon.
   template <class F>
@@ -59,6 +70,7 @@ class Decoder {
 
  private:
   bool sparse(const uint8_t* at, size_t nbytes, uint64_t changed);
+  bool classed(const uint8_t* at, size_t nbytes, uint64_t changed, const std::byte* old);
   bool planes(const uint8_t* at, size_t nbytes);
   uint64_t n_ = 0;
   int log_ = 0;
@@ -66,6 +78,10 @@ class Decoder {
   std::vector<uint32_t> positions_;
   std::vector<uint64_t> steps_;
   Bytes raw_, symbols_, more_;
+  Classes classes_;
 };
+
+// Whether a segment is coded against what was there.
+bool needs_old(const uint8_t* at, size_t nbytes);
 
 }  // namespace mcr::delta

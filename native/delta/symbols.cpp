@@ -40,11 +40,6 @@ Frequencies scaled(const Frequencies& counts, size_t n) {
   return f;
 }
 
-void put_number(uint32_t v, Bytes& out) {
-  for (; v >= 128; v >>= 7) out.push_back(uint8_t(v | 128));
-  out.push_back(uint8_t(v));
-}
-
 // [first, last, frequencies of those and all between them]
 void put_table(const Frequencies& f, Bytes& out) {
   size_t first = 0, last = 255;
@@ -61,13 +56,7 @@ bool get_table(const uint8_t*& at, const uint8_t* end, Frequencies& f) {
   const size_t first = *at++, last = *at++;
   uint32_t sum = 0;
   for (size_t s = first; s <= last; ++s) {
-    if (at == end) return false;
-    f[s] = *at & 127;
-    if (*at++ & 128) {
-      if (at == end || *at & 128) return false;
-      f[s] |= uint32_t(*at++) << 7;
-    }
-    if (f[s] > kTotal) return false;
+    if (!get_number(at, end, f[s]) || f[s] > kTotal) return false;
     sum += f[s];
   }
   return sum == kTotal;
@@ -141,6 +130,24 @@ bool get_ranged(const uint8_t* at, const uint8_t* end, size_t n, uint8_t* symbol
 }
 
 }  // namespace
+
+void put_number(uint32_t v, Bytes& out) {
+  for (; v >= 128; v >>= 7) out.push_back(uint8_t(v | 128));
+  out.push_back(uint8_t(v));
+}
+
+bool get_number(const uint8_t*& at, const uint8_t* end, uint32_t& v) {
+  uint64_t all = 0;
+  for (unsigned shift = 0; shift < 35; shift += 7) {
+    if (at == end) return false;
+    all |= uint64_t{*at & 127u} << shift;
+    if (!(*at++ & 128)) {
+      v = uint32_t(all);
+      return all == v;
+    }
+  }
+  return false;
+}
 
 void put_symbols(const uint8_t* symbols, size_t n, Bytes& out) {
   if (!n) return;

@@ -17,6 +17,10 @@ void put_symbols(const uint8_t* symbols, size_t n, Bytes& out);
 // Reads n symbols from exactly that many bytes. False if they are not what `put_symbols` makes.
 bool get_symbols(const uint8_t* at, size_t nbytes, size_t n, uint8_t* symbols);
 
+// Numbers by themselves, 7 bits in a byte.
+void put_number(uint32_t v, Bytes& out);
+bool get_number(const uint8_t*& at, const uint8_t* end, uint32_t& v);
+
 // A number is a symbol, which says how long it is and begins with its first bits, and the rest of its bits as they are.
 constexpr unsigned kLead = 2;  // bits after the first 1 that the symbol holds
 
@@ -38,7 +42,7 @@ inline uint64_t first_of(uint8_t symbol) {
 // Bits one after another, the first of them lowest.
 class BitWriter {
  public:
-  explicit BitWriter(Bytes& out) : out_(out) {}
+  Bytes out;
   void put(uint64_t v, unsigned n) {  // the lowest n <= 61 bits of v
     if (n > 32) {
       put_some(uint32_t(v), 32);
@@ -47,7 +51,7 @@ class BitWriter {
     put_some(uint32_t(v) & uint32_t((uint64_t{1} << n) - 1), n);
   }
   void end() {
-    for (; fill_ > 0; word_ >>= 8, fill_ -= std::min(fill_, 8u)) out_.push_back(uint8_t(word_));
+    for (; fill_ > 0; word_ >>= 8, fill_ -= std::min(fill_, 8u)) out.push_back(uint8_t(word_));
   }
 
  private:
@@ -55,13 +59,12 @@ class BitWriter {
     word_ |= uint64_t{v} << fill_;
     fill_ += n;
     if (fill_ < 32) return;
-    const size_t at = out_.size();
-    out_.resize(at + 4);
+    const size_t at = out.size();
+    out.resize(at + 4);
     const uint32_t low = uint32_t(word_);
-    std::memcpy(&out_[at], &low, 4);
+    std::memcpy(&out[at], &low, 4);
     word_ >>= 32, fill_ -= 32;
   }
-  Bytes& out_;
   uint64_t word_ = 0;
   unsigned fill_ = 0;
 };

@@ -59,6 +59,30 @@ std::vector<const Loops*> all_loops() {
   return out;
 }
 
+// As weights are: the larger, the rarer; 16 bits of which 7 are below the exponent.
+Bytes weights(size_t n, Rng& rng) {
+  std::normal_distribution<float> values(0, 0.02f);
+  Bytes out = exactly(2 * n);
+  for (size_t i = 0; i < n; ++i) {
+    const float v = values(rng);
+    std::memcpy(&out[2 * i], reinterpret_cast<const char*>(&v) + 2, 2);
+  }
+  return out;
+}
+
+// Weights after a step that is about as long for all of them, so that the smaller ones change more often, and by more.
+Bytes stepped(const Bytes& old, Rng& rng) {
+  Bytes out = old;
+  for (size_t i = 0; i < old.size() / 2; ++i) {
+    const uint64_t bits = element(old, i, 1);
+    const int below = 116 - int(bits >> 7 & 255);  // the binary logarithm of the step in units of the last place
+    const double step = std::ldexp(1, std::min(below, 6));
+    const uint64_t whole = uint64_t(step + std::generate_canonical<double, 32>(rng));
+    set_element(out, i, 1, rng() % 2 ? bits + whole : bits - whole);
+  }
+  return out;
+}
+
 TEST(loops_agree_with_terms) {
   Rng rng(seed);
   for (const Loops* loops : all_loops())
@@ -80,6 +104,17 @@ TEST(loops_agree_with_terms) {
           any |= differs;
         }
         if (n % 64) CHECK_EQ(bits.back() >> (n % 64), 0u);
+        const uint64_t magnitude = ~uint64_t{0} >> (65 - (8 << log)), limit = (round % 2 ? rng() % 256 : rng()) & (magnitude << 1 | 1);
+        std::vector<uint64_t> least(bits.size(), ~uint64_t{0}), rest(bits.size());
+        std::vector<uint8_t> counts(bits.size());
+        loops->at_least[log](a.data(), n, limit, least.data());
+        for (size_t i = 0; i < bits.size() * 64; ++i)
+          CHECK_EQ(bool(least[i / 64] >> (i % 64) & 1), i < n && (element(a, i, log) & magnitude) >= limit);
+        loops->without(bits.data(), least.data(), bits.size(), rest.data(), counts.data());
+        for (size_t w = 0; w < bits.size(); ++w) {
+          CHECK_EQ(rest[w], bits[w] & ~least[w]);
+          CHECK_EQ(int(counts[w]), std::popcount(rest[w]));
+        }
         CHECK_EQ(any, a != b);
       }
 }
@@ -90,8 +125,8 @@ TEST(numbers_as_symbols) {
   for (uint64_t v = 0; v < 5000; ++v) numbers.push_back(v);
   for (int bit = 0; bit < 64; ++bit)
     for (uint64_t d : {uint64_t{0}, uint64_t{1}, ~uint64_t{0}, rng() >> (63 - bit)}) numbers.push_back((uint64_t{1} << bit) + d);
-  Bytes out, symbols;
-  BitWriter writer(out);
+  Bytes symbols;
+  BitWriter writer;
   for (uint64_t v : numbers) {
     const Coded c = coded(v);
     CHECK_EQ(bits_after(c.symbol), unsigned(c.bits));
@@ -99,6 +134,7 @@ TEST(numbers_as_symbols) {
     writer.put(v, c.bits);
   }
   writer.end();
+  Bytes& out = writer.out;
   out.shrink_to_fit();
   BitReader reader(out.data(), out.size());
   for (size_t i = 0; i < numbers.size(); ++i) CHECK_EQ(first_of(symbols[i]) + reader.get(bits_after(symbols[i])), numbers[i]);
@@ -158,15 +194,19 @@ TEST(segments_come_back) {
   Rng rng(seed);
   Encoder encoder;
   Decoder decoder;
+  int classed = 0;
   for (int round = 0; round < 1500; ++round) {
-    const int log = int(rng() % 4);
-    const size_t n = 1 + rng() % (round % 15 ? 300 : 30000);
+    const int log = round % 15 ? int(rng() % 4) : 1;
+    const bool large = round % 15 == 0;
+    const size_t n = 1 + rng() % (large ? 60000 : 300);
     const double fractions[] = {0, 0.001, 0.02, 0.2, 0.3, 1};
     const bool from_zeros = rng() % 4 == 0;
-    const Bytes old = from_zeros ? Bytes(n << log) : noise(n << log, rng);
-    const Bytes now = changed(old, n, log, fractions[rng() % 6], rng() % 2, rng);
+    const bool trained = log == 1 && !from_zeros && (large || rng() % 2);
+    const Bytes old = from_zeros ? Bytes(n << log) : trained ? weights(n, rng) : noise(n << log, rng);
+    const Bytes now = trained ? stepped(old, rng) : changed(old, n, log, fractions[rng() % 6], rng() % 2, rng);
     Bytes out;
-    const Change change = encoder.encode(from_zeros ? nullptr : bytes_of(old), bytes_of(now), n, log, plain({int64_t(n)}, log), 0, out);
+    const Classing classing{trained ? 7 : int(rng() % 4) * 4 - 1, rng() % 2 == 0};
+    const Change change = encoder.encode(from_zeros ? nullptr : bytes_of(old), bytes_of(now), n, log, plain({int64_t(n)}, log), 0, classing, out);
     uint64_t count = 0, digest = 0;
     for (size_t i = 0; i < n; ++i) {
       count += element(old, i, log) != element(now, i, log);
@@ -179,11 +219,15 @@ TEST(segments_come_back) {
     if (!count) continue;
     Bytes coded = exactly(out.size()), back = old;
     std::copy(out.begin(), out.end(), coded.begin());
-    CHECK(decoder.decode(coded.data(), coded.size(), n, count, log));
+    const std::byte* base = needs_old(coded.data(), coded.size()) ? bytes_of(old) : nullptr;
+    if (base) CHECK(!decoder.decode(coded.data(), coded.size(), n, count, log, nullptr)), ++classed;
+    CHECK(decoder.decode(coded.data(), coded.size(), n, count, log, base));
     decoder.each([&](uint64_t position, uint64_t step, uint64_t) { set_element(back, position, log, element(back, position, log) + step); });
     CHECK(back == now);
-    CHECK(!decoder.decode(coded.data(), coded.size() - 1, n, count, log));
+    CHECK(!decoder.decode(coded.data(), coded.size() - 1, n, count, log, base));
   }
+  std::printf("%d were coded against what was there\n", classed);
+  CHECK(classed > 10);
 }
 
 TEST(nonsense_is_refused) {
@@ -191,18 +235,25 @@ TEST(nonsense_is_refused) {
   std::printf("seed %llu\n", (unsigned long long)seed);
   Encoder encoder;
   Decoder decoder;
-  std::vector<Bytes> seeds;
+  std::vector<Bytes> seeds, olds;
+  int classed = 0;
   std::vector<std::array<uint64_t, 3>> facts;  // elements, changed, log
   for (int i = 0; i < 60; ++i) {
     const int log = i % 4;
-    const size_t n = 1 + rng() % 3000;
-    const Bytes old = noise(n << log, rng), now = changed(old, n, log, std::array{0.01, 0.1, 0.4, 1.0}[size_t(i) / 4 % 4], i % 3, rng);
+    const bool trained = log == 1 && i % 8 == 1;
+    const size_t n = trained ? 15000 + rng() % 3000 : 1 + rng() % 3000;
+    const Bytes old = trained ? weights(n, rng) : noise(n << log, rng);
+    const Bytes now = trained ? stepped(old, rng) : changed(old, n, log, std::array{0.01, 0.1, 0.4, 1.0}[size_t(i) / 4 % 4], i % 3, rng);
     Bytes out;
-    const Change change = encoder.encode(bytes_of(old), bytes_of(now), n, log, plain({int64_t(n)}, log), 0, out);
+    const Classing classing{trained ? 7 : -1, i % 2 == 0};
+    const Change change = encoder.encode(bytes_of(old), bytes_of(now), n, log, plain({int64_t(n)}, log), 0, classing, out);
     if (!change.changed) continue;
     seeds.push_back(out);
+    olds.push_back(old);
+    classed += needs_old(out.data(), out.size());
     facts.push_back({n, change.changed, uint64_t(log)});
   }
+  CHECK(classed > 3);
   int decoded = 0;
   for (int i = 0; i < inputs; ++i) {
     const size_t which = rng() % seeds.size();
@@ -217,7 +268,10 @@ TEST(nonsense_is_refused) {
     if (rng() % 20 == 0) n = rng() % 3 ? rng() % 3000 : rng() % (2 * kMostElements);
     if (rng() % 20 == 0) log = rng() % 4;
     coded.shrink_to_fit();
-    if (!decoder.decode(coded.data(), coded.size(), n, count, int(log))) continue;
+    Bytes base = exactly(size_t(std::min(n, uint64_t{kMostElements})) << log);  // what it is coded against, or something else
+    const Bytes& was = olds[which];
+    if (rng() % 4) std::copy_n(was.begin(), std::min(was.size(), base.size()), base.begin());
+    if (!decoder.decode(coded.data(), coded.size(), n, count, int(log), bytes_of(base))) continue;
     ++decoded;
     uint64_t there = 0, next = 0;
     decoder.each([&](uint64_t position, uint64_t step, uint64_t) {
@@ -249,7 +303,7 @@ TEST(objects_and_boxes) {
       const size_t n = size_t(std::accumulate(extents.begin(), extents.end(), int64_t{1}, std::multiplies<>()));
       olds.push_back(noise(n << log, rng));
       news.push_back(changed(olds.back(), n, log, std::array{0.0, 0.02, 0.5}[rng() % 3], true, rng));
-      regions.push_back({nullptr, nullptr, n, n / size_t(extents[0]), plain(extents, log)});
+      regions.push_back({nullptr, nullptr, n, n / size_t(extents[0]), plain(extents, log), {}});
       shapes.push_back(extents);
     }
     for (size_t r = 0; r < m; ++r) regions[r].old = bytes_of(olds[r]), regions[r].now = bytes_of(news[r]);
@@ -301,7 +355,7 @@ TEST(objects_and_boxes) {
     const auto did = apply(parts, of, Mode::kApply);
     CHECK(held == want);
     for (size_t i = 0; i < parts.size(); ++i) {
-      CHECK(did[i].good && would[i].good);
+      CHECK(did[i].what == Outcome::kDone && would[i].what == Outcome::kDone);
       CHECK_EQ(did[i].change.digest, would[i].change.digest);
       CHECK_EQ(did[i].change.changed, would[i].change.changed);
     }
@@ -316,7 +370,7 @@ TEST(objects_and_boxes) {
     back.write(bytes_of(returns));
     std::vector<Chain> chains;
     for (size_t i = 0; i < parts.size(); ++i)
-      chains.push_back({{parts[i], {returns.data() + back.segments[i].offset, back.segments[i]}}, regions[parts[i].segment.region].index.log});
+      chains.push_back({{parts[i], {returns.data() + back.segments[i].offset, back.segments[i]}}, nullptr, regions[parts[i].segment.region].index.log, {}});
     std::vector<size_t> bad;
     CHECK(merge(chains, bad).segments.empty());
     CHECK(bad.empty());

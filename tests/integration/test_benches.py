@@ -90,6 +90,16 @@ def test_plans():
 
 
 @pytest.mark.timeout(600)
+def test_patches():
+    forms = {"pool", "pool-plain", "pool-apart", "xor-zstd", "coo", "dense"}
+    cases = {"encode/unchanged": ("bytes/s", forms | {"memory-read"})}
+    for changed in ("0.5%", "2%", "5%"):
+        cases |= {f"bytes-per-changed/{changed}": ("bytes", forms), f"apply/{changed}": ("bytes/s", forms)}
+        cases[f"encode/{changed}"] = ("bytes/s", forms | {"memory-read"})
+    assert run("delta")[0] == lines_of(cases)
+
+
+@pytest.mark.timeout(600)
 def test_batches():
     """Every subject in every case of its. A peer that cannot run is said to be left out."""
     found, said = run("batch")

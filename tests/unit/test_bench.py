@@ -17,6 +17,7 @@ from bench import (
     BENCHES,
     actor_pipeline,
     batch_server,
+    delta,
     driver_server,
     fanout,
     partial_server,
@@ -204,6 +205,28 @@ def test_target_of_fanout(all_of_them, ok):
     seconds = {"one": 2.0, "all": all_of_them, "ray": 8.0}
     targets = fanout.targets([Result("fanout", "256MiB", s, v, v, 3) for s, v in seconds.items()])
     assert [t.ok for t in targets] == [ok, True]
+
+
+def test_plan_of_delta():
+    assert [(s.nbytes, s.rounds) for s in delta.plan()] == [(1 << 30, 5)]
+    assert [(s.nbytes, s.rounds) for s in delta.plan(["64MiB"], runs=1)] == [(64 << 20, 1)]
+    with pytest.raises(ValueError, match="one size, of 64MiB, 1GiB; not 2MiB"):
+        delta.plan(["2MiB"])
+
+
+def test_targets_of_delta():
+    def found(bytes_per_changed, rate, slow):
+        yield Result("delta", "bytes-per-changed/2%", "pool", bytes_per_changed, bytes_per_changed, 1, {}, "bytes")
+        yield Result("delta", "bytes-per-changed/2%", "xor-zstd", 2.5, 2.5, 1, {}, "bytes")
+        yield Result("delta", "encode/unchanged", "pool", rate, rate, 1, {"of_dense": 0.0}, "bytes/s")
+        yield Result("delta", "encode/unchanged", "memory-read", 10e9, 10e9, 1, {}, "bytes/s")
+        yield Result("delta", "apply/0.5%", "pool", 1e9, 1e9, 1, {"ns_per_changed": slow}, "bytes/s")
+        yield Result("delta", "apply/5%", "pool", 1e9, 1e9, 1, {"ns_per_changed": 10.0}, "bytes/s")
+        yield Result("delta", "encode/5%", "pool", 1e9, 1e9, 1, {"of_dense": slow / 20}, "bytes/s")
+
+    assert [t.ok for t in delta.targets(list(found(1.0, 8e9, 15.0)))] == [True, True, True, True, None, True, None]
+    assert [t.ok for t in delta.targets(list(found(1.2, 6e9, 25.0)))] == [False, False, False, False, None, True, None]
+    assert {t.ok for t in delta.targets([])} == {None}
 
 
 # ---------------------------------------------------------------- report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from mooncake_ray.errors import ChecksumError, DeltaBaseError, MooncakeRayError, PlanError
 from mooncake_ray.weights.digest import content_digest
-from mooncake_ray.weights.patch import HEAD_BYTES, Part, Patch, Regions, apply, check, encode, merge, revert
+from mooncake_ray.weights.patch import HEAD_BYTES, Classing, Part, Patch, Regions, apply, check, encode, merge, revert
 
+_NO_RESERVE = 0x4000  # MAP_NORESERVE
 DENSITIES = (0.0, 0.001, 0.02, 0.2, 0.5, 1.0)
 
 
@@ -291,7 +293,7 @@ def test_nonsense_with_the_right_checksums_raises(data):
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(HEAD_BYTES, len(raw) - 1))
         raw[at] = data.draw(st.integers(0, 255))
-    segments = raw[patch.index_bytes - 48 * len(patch.segments) : patch.index_bytes].view(patch.segments.dtype)
+    segments = raw[patch.index_bytes - 56 * len(patch.segments) : patch.index_bytes].view(patch.segments.dtype)
     for row in segments:
         begin = patch.index_bytes + int(row["offset"])
         if begin + int(row["nbytes"]) <= len(raw):
@@ -309,6 +311,95 @@ def test_nonsense_with_the_right_checksums_raises(data):
         assert sum(c.changed for c in changes) == broken.changed
     with contextlib.suppress(MooncakeRayError):
         merge([Patch.parse(raw)], made.regions)
+
+
+def trained(shapes, seed=1) -> tuple[Object, np.ndarray, np.ndarray, np.ndarray]:
+    """bfloat16 weights of some tensors, and after one and two steps of about the same length for all of them."""
+    made = an_object(np.random.default_rng(seed), shapes, [2] * len(shapes))
+    masters = made.rng.standard_normal(made.size // 2).astype(np.float32) * np.float32(0.02)
+    versions = []
+    for _ in range(3):
+        versions.append(torch.from_numpy(masters).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint8).copy())
+        masters += made.rng.standard_normal(len(masters)).astype(np.float32) * np.float32(5e-7)
+    return made, *versions
+
+
+@pytest.mark.parametrize(("apart", "saved"), [(False, 0.02), (True, 0.2)])
+def test_coded_against_what_was_there(apart, saved):
+    made, old, new, newer = trained([(900, 700), (64,), (2500, 1024)])
+    m = len(made.regions)
+    classing = Classing(np.full(m, 7, np.int32), apart)
+    plain = encode(old, new, made.regions, base_version=0, version=1)
+    patch = encode(old, new, made.regions, base_version=0, version=1, classing=classing)
+    assert patch.classed and not plain.classed
+    assert patch.nbytes < (1 - saved) * plain.nbytes
+    for change in ("before", "after", "changed"):
+        assert patch.table[change].tolist() == plain.table[change].tolist()
+    held = old.copy()
+    apply(Patch.parse(patch.data.tobytes()), made.regions, whole_parts(made, held), version=0)
+    for r in range(m):
+        np.testing.assert_array_equal(made.values(held, r), made.values(new, r))
+    turned = [Part(r, np.asfortranarray(made.values(old, r)), made.regions.lo[r].tolist()) for r in range(m)]
+    apply(patch, made.regions, turned)
+    for r, part in enumerate(turned):
+        np.testing.assert_array_equal(part.view, made.values(new, r))
+
+    with pytest.raises(DeltaBaseError, match="cannot be taken back"):
+        revert(patch, made.regions, whole_parts(made, held))
+    columns = [Part(0, made.values(old, 0)[:, :350].copy(), made.regions.lo[0].tolist())]
+    with pytest.raises(PlanError, match="coded against what was there, and its part does not hold all of the one at element 0"):
+        apply(patch, made.regions, columns)
+    apply(plain, made.regions, columns)
+
+    rng = np.random.default_rng(0)
+    for _ in range(20):  # whatever is wrong with the base, nothing is changed
+        wrong = old.copy()
+        values = made.values(wrong, 2)
+        for _ in range(rng.integers(1, 20)):
+            values[rng.integers(900), rng.integers(700)] ^= 1 << rng.integers(16)
+        if np.array_equal(
+            values[made.values(old, 2) != made.values(new, 2)], made.values(old, 2)[made.values(old, 2) != made.values(new, 2)]
+        ):
+            continue  # what changed is right
+        was = wrong.tobytes()
+        with pytest.raises(DeltaBaseError, match="region 2 does not hold version 0"):
+            apply(patch, made.regions, whole_parts(made, wrong))
+        assert wrong.tobytes() == was
+
+    some = encode(old, new, made.regions, base_version=0, version=1, classing=Classing(np.array([7, -1, -1], np.int32), apart))
+    wrong = old.copy()
+    made.values(wrong, 2)[made.values(old, 2) != made.values(new, 2)] += 1
+    was = wrong.tobytes()
+    with pytest.raises(DeltaBaseError, match="region 2 does not hold version 0"):
+        apply(some, made.regions, whole_parts(made, wrong))
+    assert wrong.tobytes() == was
+    apply(some, made.regions, whole_parts(made, held := old.copy()))
+    np.testing.assert_array_equal(made.values(held, 2), made.values(new, 2))
+
+    following = encode(new, newer, made.regions, base_version=1, version=2, classing=classing)
+    with pytest.raises(DeltaBaseError, match="cannot be merged without their base"):
+        merge([patch, following], made.regions)
+    direct = encode(old, newer, made.regions, base_version=0, version=2)
+    assert merge([patch, following], made.regions, base=old).data.tobytes() == direct.data.tobytes()
+    direct = encode(old, newer, made.regions, base_version=0, version=2, classing=classing)
+    for chain in ([patch, following], [plain, following]):
+        assert merge(chain, made.regions, base=old, classing=classing).data.tobytes() == direct.data.tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_change_coded_against_what_was_there(data):
+    made = data.draw(objects())
+    old = made.random()
+    new = made.changed(old, data.draw(st.sampled_from(DENSITIES)), data.draw(st.booleans()))
+    classing = Classing(made.rng.integers(-1, 30, len(made.regions)).astype(np.int32), data.draw(st.booleans()))
+    patch = encode(old, new, made.regions, base_version=0, version=1, classing=classing)
+    assert patch.nbytes <= encode(old, new, made.regions, base_version=0, version=1).nbytes
+    held = old.copy()
+    changes = apply(patch, made.regions, whole_parts(made, held))
+    assert sum(c.changed for c in changes) == patch.changed
+    for r in range(len(made.regions)):
+        np.testing.assert_array_equal(made.values(held, r), made.values(new, r))
 
 
 def test_only_the_segments_that_are_needed():
@@ -458,3 +549,26 @@ def test_parts_that_do_not_fit():
     with pytest.raises(ValueError, match="an object of 100 bytes; its regions end at byte 200"):
         encode(old[:100], old, made.regions, base_version=0, version=1)
     assert apply(patch, made.regions, []) == []
+
+
+def test_positions_beyond_four_gibibytes():
+    """Byte positions of 32 bits, as other forms have them, wrap in tensors of 4 GiB and more. Only a few pages are really there."""
+    rows, columns = 1 << 11, 1 << 21
+    n = rows * columns + columns
+    old, new = (np.frombuffer(mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE), np.uint8) for _ in range(2))
+    shape = np.array([[rows + 1, columns]])
+    regions = Regions(np.zeros_like(shape), shape, shape, np.array([1], np.int32), np.array([0]))
+    places = [5, (1 << 32) - 1, 1 << 32, (1 << 32) + 5, n - 1]
+    new[places] = [1, 2, 3, 4, 255]
+    patch = encode(old, new, regions, base_version=0, version=1, before=np.zeros(1, np.uint64))
+    assert patch.changed == 5 and patch.nbytes < 1000
+    view = old.reshape(rows + 1, columns)
+    last = Part(0, view[rows:].copy(), (rows, 0))
+    assert apply(patch, regions, [last])[0].changed == 3
+    assert np.flatnonzero(last.view).tolist() == [0, 5, columns - 1]
+    apply(patch, regions, [Part(0, view, (0, 0))])
+    assert old[places].tolist() == [1, 2, 3, 4, 255]
+    was, now = (
+        [content_digest(np.array([v], np.uint8), (p,), (n,)) for p, v in zip(places, of, strict=True)] for of in ([0] * 5, new[places])
+    )
+    assert int(patch.table["after"][0]) == (sum(now) - sum(was)) % 2**64
