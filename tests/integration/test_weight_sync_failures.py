@@ -119,7 +119,7 @@ def test_an_engine_that_fails_to_apply_is_restored(job):
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_trainer_that_dies_publishing_leaves_all_as_it_was(job, group, after):
+def test_a_trainer_that_dies_publishing_leaves_all_as_it_was(job, after):
     ray.get(job.trainers[1].die_at.remote("publish", after))
     with pytest.raises(SyncAbortedError, match=r"version \d+ was not published .*trainer/1"):
         job.group.sync(timeout_s=S)
