@@ -105,8 +105,7 @@ class Courier:
         engine_of = {m: e for e in engines for m in e.members}
 
         def give_up() -> None:
-            for member in (*engine_of, *trainers.members):
-                self._mail.tell(member, epoch, "abort")
+            self._mail.tell_all((*engine_of, *trainers.members), epoch, "abort")
 
         lost: dict[str, str] = {}
         try:

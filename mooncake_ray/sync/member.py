@@ -148,7 +148,9 @@ class Agent:
                 if over > self._aborted:
                     self._aborted = over
                     self.hear(command)
-                if command.what == "unit":
+                if command.what == "end":
+                    self.close()
+                elif command.what == "unit":
                     self.hear(command)
                 elif command.what != "abort":
                     self._work.put(command)

@@ -234,18 +234,18 @@ class DeltaReader:
     def _apply(self, patches: dict[str, Patch], layout: _Layout) -> int:
         """All of them, or none. Returns how many elements changed."""
         tensors = dict(enumerate(views(self._placement, self._shard.buffers())))
-        jobs = [(patch, layout.regions[rank], layout.boxes(rank, patch, tensors)) for rank, patch in patches.items()]
-        for patch, regions, parts in jobs:
-            patching.check(patch, regions, parts)
+        held, self.version = self.version, None
         done: list[tuple[Patch, Regions, list[patching.Part]]] = []
         changed = 0
         try:
-            for patch, regions, parts in jobs:
-                changed += sum(c.changed for c in patching.apply(patch, regions, parts))
-                done.append((patch, regions, parts))
-        except Exception:
-            for patch, regions, parts in reversed(done):
-                patching.revert(patch, regions, parts)
+            for rank, patch in patches.items():
+                job = patch, layout.regions[rank], layout.boxes(rank, patch, tensors)
+                changed += sum(c.changed for c in patching.apply(*job))
+                done.append(job)
+        except MooncakeRayError:
+            for job in reversed(done):
+                patching.revert(*job)
+            self.version = held  # as it was
             raise
         return changed
 

@@ -269,7 +269,8 @@ def test_weights_that_are_not_the_base_are_left_as_they_are(tmp_path):
     before = {name: t.clone() for name, t in held.items()}
     with pytest.raises(DeltaBaseError, match="does not hold version 1"):
         reader.catch_up(how="delta")
-    assert same(held, before)
+    assert same(held, before)  # what the first rank's patch had changed, too
+    assert reader.version == 1
     assert reader.catch_up(how="anchor").version == 2
     assert same(held, model(2))
 
@@ -365,6 +366,42 @@ def test_readers_while_versions_come_and_go(tmp_path):
         for reader in readers:
             reader.join()
     assert not errors
+
+
+def test_what_is_deleted_while_it_is_read_is_not_missed(tmp_path, monkeypatch):
+    """Who has read an index whose files are gone by now reads the next one."""
+    from mooncake_ray.weights.delta_index import Index
+
+    log = log_of(tmp_path, [1, 2], keep=1)
+    old = log.index()
+    log.append(3, halves(model(3)), anchor=True)
+    log.acknowledge(3)
+    log.append(4, halves(model(4)), anchor=True)
+    assert [a.version for a in log.index().anchors] == [3, 4]
+    for start in (None, 1):
+        indices = [old]
+        held = model(1) if start else blank()
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "of", lambda directory, of=Index.of, indices=indices: indices.pop() if indices else of(directory))
+            got = reader_of(tmp_path, held, start).catch_up()
+        assert (got.version, got.how) == (4, "anchor")
+        assert same(held, model(4))
+
+
+def test_an_update_that_failed_leaves_what_was_acknowledged(tmp_path):
+    """Ranks do not have a version any more once they have written the next, so it cannot be the base of patches."""
+    log = log_of(tmp_path, [1])
+    log.append(2, halves(model(2)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeltaLog, "commit", lambda self, update, written: (_ for _ in ()).throw(SnapshotError("no")))
+        with pytest.raises(SnapshotError):
+            log.append(3, halves(model(3)))
+    assert not log.acknowledge(2)
+    step = log.append(3, halves(model(3)))
+    assert (step.base, step.version) == (1, 3)
+    held = model(1)
+    assert reader_of(tmp_path, held, 1).catch_up(how="delta").version == 3
+    assert same(held, model(3))
 
 
 def test_of_two_writers_one_is_late(tmp_path):

@@ -278,6 +278,18 @@ def test_what_is_open_or_pinned_stays(tmp_path):
     assert same(whole(store), model(4))
 
 
+def test_a_pin_that_comes_just_then(tmp_path, monkeypatch):
+    store = SnapshotStore(tmp_path)
+    store.save(1, StateDictSource(model(1)))
+    answers = [[]]
+    with monkeypatch.context() as patch:
+        pins = SnapshotStore.pins
+        patch.setattr(SnapshotStore, "pins", lambda self, version: answers.pop() if answers else pins(self, version))
+        store.pin(1, "just-now")
+        assert not store.remove(1)
+    assert same(whole(store), model(1))
+
+
 def test_a_reader_in_another_process_keeps_what_it_reads(tmp_path):
     program = f"""
 import sys
