@@ -33,6 +33,7 @@ __all__ = ["Courier"]
 
 logger = logging.getLogger("mooncake_ray")
 
+_RESUME_S = 3.0
 _OWN_KINDS = (ChecksumError, DeltaBaseError, PlanError, SyncTimeoutError, StaleVersionError)
 
 
@@ -202,7 +203,8 @@ class Courier:
             self._roster.note(member, state="poisoned")
         bad = {engine_of[m].name: str(e) for m, e in errors.items()}
         whole = [m for m in taking if engine_of[m].name not in bad]
-        resumed, errors = await self._mail.ask(whole, epoch, "resume", _left(deadline, "resuming"))
+        left = max(deadline.at - time.monotonic(), _RESUME_S)  # whoever has it is not left paused because another was late
+        resumed, errors = await self._mail.ask(whole, epoch, "resume", left)
         bad.update((engine_of[m].name, str(e)) for m, e in errors.items())
         for member in whole:
             if engine_of[member].name not in bad:
