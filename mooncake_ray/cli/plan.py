@@ -103,14 +103,14 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_of(args.model)
     source = described(config, Parallel.parse(args.trainer), engine=False, dtype=args.dtype)
-    target = divide(described(config, Parallel.parse(args.engine), engine=True, dtype=args.dtype), bucket)
+    target = described(config, Parallel.parse(args.engine), engine=True, dtype=args.dtype)
     prefixes = ("host", "host") if args.colocate else ("trainer", "engine")
     places = [
         on_hosts(p.ranks, args.ranks_per_host, prefix, args.hosts_per_rack) for p, prefix in zip((source, target), prefixes, strict=True)
     ]
     topology = joined(*places, nics=args.nics or args.ranks_per_host)
     publication = publish_plan(source, topology=topology, target=target, bucket_bytes=bucket)
-    delivery = deliver_plan(publication, target, topology=topology)
+    delivery = deliver_plan(publication, divide(target, bucket, publication), topology=topology)
     traffic = traffic_of(publication, delivery, topology)
     prediction = traffic.predict(Speeds(args.nic_gbit * 1e9 / 8, copy))
     if args.json:

@@ -16,6 +16,7 @@ from mooncake_ray.engines.derived import Derived
 from mooncake_ray.engines.gate import Gate
 from mooncake_ray.engines.generation import Generation, VersionSpans, next_token
 from mooncake_ray.errors import EnginePausedError, EnginePoisonedError, PlanError, StaleVersionError, WeightSyncError
+from mooncake_ray.weights.digest import content_digest
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, views
 from mooncake_ray.weights.source import ModuleSource
@@ -214,7 +215,7 @@ class TorchModuleEngine:
         with self._control:
             return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in self._shard.buffers().items()}
 
-    def digests(self, digest: Digest) -> dict[str, int]:
+    def digests(self, digest: Digest = content_digest) -> dict[str, int]:
         """For each tensor of the model the digest of what this rank has of it, independent of how it lies here.
 
         Args:

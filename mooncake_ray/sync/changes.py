@@ -35,16 +35,21 @@ class Changes:
     patches: Mapping[int, Patch]
     """By number of the object."""
 
-    def _parts(self, targets: Sequence[torch.Tensor]) -> Iterator[tuple[Patch, Regions, list[int], list[Part]]]:
-        """For each patch: what it is of, the boxes that it changes, and these as they lie in the engine. What is there under two names is
-        changed once."""
-        p, firsts = self.placement, {}
-        place = zip(p.buffer.tolist(), p.offset.tolist(), map(bytes, p.lo), map(bytes, p.hi), map(bytes, p.strides), strict=True)
-        for i, key in enumerate(place):
-            firsts.setdefault(key, i)
-        own = np.array(sorted(firsts.values()), np.int64)
-        by_box = np.argsort(self.box_of[own], kind="stable")
-        own, boxes = own[by_box], self.box_of[own][by_box]
+    def _parts(self, targets: Sequence[torch.Tensor], *, twice: bool) -> Iterator[tuple[Patch, Regions, list[int], list[Part]]]:
+        """For each patch: what it is of, the boxes that it changes, and these as they lie in the engine.
+
+        Args:
+            twice: Also what is there under several names; it must only be changed once.
+        """
+        p = self.placement
+        firsts: dict[tuple[int, bytes, bytes, bytes], int] = {}
+
+        def is_first(i: int) -> bool:
+            place = targets[i].data_ptr(), p.lo[i].tobytes(), p.hi[i].tobytes(), p.strides[i].tobytes()
+            return firsts.setdefault(place, i) == i
+
+        own = np.argsort(self.box_of, kind="stable")
+        boxes = self.box_of[own]
         op = np.flatnonzero(np.isin(self.delivery.op_box, boxes))
         first, last = (np.searchsorted(boxes, self.delivery.op_box[op], side) for side in ("left", "right"))
         rows = [(int(o), int(own[k])) for o, a, b in zip(op, first, last, strict=True) for k in range(a, b)]
@@ -52,7 +57,7 @@ class Changes:
         for number, patch in self.patches.items():
             begin = int(self.publication.regions_of(number)[0])
             mine = [(int(self.delivery.op_region[o]) - begin, i) for o, i in rows if objects[o] == number]
-            mine = [(region, i) for region, i in mine if patch.touched[region]]
+            mine = [(region, i) for region, i in mine if patch.touched[region] and (twice or is_first(i))]
             parts = [Part(region, targets[i], p.lo[i].tolist()) for region, i in mine]
             yield patch, Regions.of(self.publication, number), [int(self.box_of[i]) for _, i in mine], parts
 
@@ -68,7 +73,7 @@ class Changes:
             ChecksumError: one is damaged.
         """
         after = before.copy()
-        for patch, regions, of, parts in self._parts(targets):
+        for patch, regions, of, parts in self._parts(targets, twice=True):
             if patch.base_version != version:
                 raise DeltaBaseError(
                     f"a patch to version {patch.version} is against version {patch.base_version}; here is version {version}"
@@ -83,5 +88,5 @@ class Changes:
 
     def apply(self, targets: Sequence[torch.Tensor]) -> None:
         """Writes, in place. Raises as `digests`; some of it may be written then."""
-        for patch, regions, _, parts in self._parts(targets):
+        for patch, regions, _, parts in self._parts(targets, twice=False):
             apply(patch, regions, parts)

@@ -6,6 +6,7 @@ group is touched, and none is needed. Everybody goes through the objects in the 
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import threading
 import time
@@ -21,7 +22,7 @@ from mooncake_ray.errors import GetTimeoutError, SyncAbortedError, SyncTimeoutEr
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.publication import Publication
 
-__all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive"]
+__all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive", "tensor_over"]
 
 _LOOK_S = 0.001
 _CONNECT_S = 20.0
@@ -103,6 +104,13 @@ def _end(group: Any) -> None:
     group.abort()
 
 
+def tensor_over(array: np.ndarray) -> torch.Tensor:
+    """The same bytes, as a tensor that lives as long as they do: torch wants to be able to write, and nobody does."""
+    if not array.flags.writeable:
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data))
+    return torch.from_numpy(array)
+
+
 def broadcast_order(publication: Publication) -> list[int]:
     """The objects of a publication as everybody goes through them: by bucket, so that owners send side by side."""
     return np.lexsort((publication.objects[:, 0], publication.objects[:, 1])).tolist()
@@ -126,7 +134,7 @@ def broadcast(ring: Ring, objects: Sequence[np.ndarray], device: torch.device, d
     """The owner's side: sends its objects, in order. At most two are under way."""
     before: Any = None
     for data in objects:
-        now = ring.start(torch.from_numpy(data).to(device))
+        now = ring.start(tensor_over(data).to(device))
         if before is not None:
             _finish(before, deadline, check)
         before = now

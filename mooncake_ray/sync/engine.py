@@ -18,7 +18,7 @@ from mooncake_ray.errors import MooncakeRayError, PlanError, StaleVersionError, 
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.changes import Changes, needed
-from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive
+from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive, tensor_over
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Manifest, State
 from mooncake_ray.sync.plans import Origin, Route, load
@@ -65,8 +65,8 @@ class Engine(Agent):
         self._placement = Placement.of(self.member.name, adapter.shard().fragments())
         self._plans: dict[str, Origin | Route] = {}
         self._staged: _Staged | None = None
-        self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's boxes at it
-        self._paused = 0.0
+        self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's fragments at it
+        self._paused = 0.0  # since when; 0: it is not
         self._told = threading.Condition()
         self._leaders: dict[tuple[int, int], Blob | None] = {}  # by epoch and unit; None: it will not have it
         self.start(timeout_s)
@@ -78,7 +78,12 @@ class Engine(Agent):
         return -1 if version is None else version
 
     def describe(self) -> Join:
-        state: State = "poisoned" if self._adapter.poisoned else "serving" if self.version >= 0 else "joined"
+        if self._adapter.poisoned:
+            state: State = "poisoned"
+        elif self.version < 0:
+            state = "joined"
+        else:
+            state = "paused" if self._paused else "serving"
         return Join(self.member, self._placement, None, self.version, state)
 
     def close(self) -> None:
@@ -129,12 +134,12 @@ class Engine(Agent):
         staged.changes = Changes(self._placement, delivery.box_of[first:last], origin.publication, delivery, found)
         targets = list(views(self._placement, self._adapter.shard().buffers()))
         if self._digests is None or self._digests[0] != self.version:
-            which = staged.changes.box_of
-            at = [int(np.flatnonzero(which == box)[0]) for box in boxes]
-            own, metas = self._placement, origin.publication.metas
-            now = [content_digest(targets[i], own.lo[i].tolist(), metas[delivery.tensor[b]].shape) for i, b in zip(at, boxes, strict=True)]
+            own = self._placement
+            shapes = [own.metas[t].shape for t in own.tensor.tolist()]
+            now = [content_digest(target, lo, shape) for target, lo, shape in zip(targets, own.lo.tolist(), shapes, strict=True)]
             self._digests = self.version, np.array(now, np.uint64)
-        staged.digests = staged.changes.digests(targets, self.version, boxes, self._digests[1])
+        _, one = np.unique(staged.changes.box_of, return_index=True)  # fragment of each box
+        staged.digests = staged.changes.digests(targets, self.version, boxes, self._digests[1][one])
 
     def _pull(self, staged: _Staged, origin: Origin, manifest: Manifest, deadline: Deadline) -> None:
         """Mode `p2p`: reads its regions from the trainers' nodes, and what others lead from theirs."""
@@ -193,8 +198,9 @@ class Engine(Agent):
         staged = self._staged
         if staged is None or staged.epoch != command.epoch or staged.version != command.arguments["version"]:
             raise StaleVersionError(f"{self.member} has not staged version {command.arguments['version']} in epoch {command.epoch}")
-        self._paused = time.monotonic()
+        begin = time.monotonic()
         self._adapter.pause()
+        self._paused = self._paused or begin
         if self.version == staged.version:  # another rank of this engine could not take it over, and does now
             return 0.0
         try:
@@ -208,14 +214,17 @@ class Engine(Agent):
             self._adapter.abort_weight_update()
             self._digests = None
             raise
-        self._digests = staged.version, staged.digests
+        first, last = staged.route.spans[self.member.name]
+        own = np.searchsorted(staged.route.boxes(self.member.name), staged.route.delivery.box_of[first:last])
+        self._digests = staged.version, staged.digests[own]
         return time.monotonic() - self._paused
 
     def do_resume(self, command: Command) -> float:
         """The other ranks of this engine have it, too. Returns for how many seconds it was paused."""
         self._adapter.resume()
         self._forget()
-        return time.monotonic() - self._paused
+        paused, self._paused = time.monotonic() - self._paused, 0.0
+        return paused
 
     # ---- units
 
@@ -262,7 +271,7 @@ class Engine(Agent):
         """For each of this rank's fragments what belongs there, in a packed tensor of the box's shape."""
         delivery, p = staged.route.delivery, self._placement
         first, _ = staged.route.spans[self.member.name]
-        units = {unit: torch.from_numpy(_writable(array)) for unit, array in staged.units.items()}
+        units = {unit: tensor_over(array) for unit, array in staged.units.items()}
         out = []
         for i in range(len(p)):
             box = int(delivery.box_of[first + i])
@@ -305,13 +314,3 @@ def by_object(reads: Reads) -> Iterator[tuple[int, np.ndarray]]:
     ends = np.searchsorted(reads.runs[:, 0], np.arange(len(reads.objects) + 1))
     for i, number in enumerate(reads.objects.tolist()):
         yield number, np.ascontiguousarray(reads.runs[ends[i] : ends[i + 1], 1:])
-
-
-def _writable(array: np.ndarray) -> np.ndarray:
-    """The same bytes, for torch, which wants to be able to write; nobody does."""
-    return np.asarray(memoryview(array).cast("B")) if array.flags.writeable else _as_writable(array)
-
-
-def _as_writable(array: np.ndarray) -> np.ndarray:
-    out: np.ndarray = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data))
-    return out

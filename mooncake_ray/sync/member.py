@@ -144,22 +144,26 @@ class Agent:
                 self._closed.wait(pauses.next())
                 continue
             for command in commands:
-                if command.what == "abort":
-                    self._aborted = max(self._aborted, command.epoch)
+                over = command.epoch - (command.what != "abort")  # who asks for something new has given up what was before
+                if over > self._aborted:
+                    self._aborted = over
                     self.hear(command)
+                if command.what == "end":
+                    self.close()
                 elif command.what == "unit":
                     self.hear(command)
-                else:
+                elif command.what != "abort":
                     self._work.put(command)
 
     def _carry_out(self) -> None:
         while (command := self._work.get()) is not None:
             value, error = None, None
             try:
-                if command.epoch < self._epoch:
-                    raise GivenUpError(f"epoch {command.epoch} is over; this member is at {self._epoch}")
-                self._epoch = command.epoch
-                self.check(command.epoch)
+                if command.number >= 0:  # what needs no answer is tidying up: that is never given up
+                    if command.epoch < self._epoch:
+                        raise GivenUpError(f"epoch {command.epoch} is over; this member is at {self._epoch}")
+                    self._epoch = command.epoch
+                    self.check(command.epoch)
                 value = getattr(self, f"do_{command.what}")(command)
             except WeightSyncError as e:
                 error = e

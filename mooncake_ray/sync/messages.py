@@ -20,8 +20,9 @@ class GivenUpError(SyncAbortedError):
 
 
 Role = Literal["trainer", "engine"]
-State = Literal["joined", "serving", "poisoned"]
-"""Of an engine's rank: without weights of any version; with some; with what must not be served."""
+State = Literal["joined", "serving", "paused", "poisoned"]
+"""Of an engine's rank: without weights of any version; with some; with some that it has taken over, and waits for the engine's other ranks; with
+what must not be served."""
 
 
 def rank_name(unit: str, rank: int) -> str:

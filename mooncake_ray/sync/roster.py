@@ -45,12 +45,12 @@ class Unit:
     def version(self) -> int:
         """What it serves: -1 for nothing, or not the same on all its ranks."""
         versions = {join.version for join in self.joined.values()}
-        return versions.pop() if len(versions) == 1 and self.whole and self.state != "poisoned" else -1
+        return versions.pop() if len(versions) == 1 and self.whole and self.state == "serving" else -1
 
     @property
     def state(self) -> State:
         states = {join.state for join in self.joined.values()}
-        return "poisoned" if "poisoned" in states else "serving" if states == {"serving"} else "joined"
+        return next((s for s in ("poisoned", "paused", "joined") if s in states), "serving")
 
 
 class Roster:

@@ -190,8 +190,8 @@ class Trainer(Agent):
         at = plan.fragment[mine] - origin.spans[self.member.name][0]
         if len(at) and not (at.min() >= 0 and at.max() < len(p)):
             raise SyncAbortedError(f"{self.member}: the plan was made for another placement")
-        d = p.lo.shape[1]
-        lo, hi = plan.lo[mine][:, -d:], plan.hi[mine][:, -d:]
+        pad = plan.lo.shape[1] - p.lo.shape[1]  # this rank's tensors may have fewer dimensions
+        lo, hi = plan.lo[mine, pad:], plan.hi[mine, pad:]
         offset = p.offset[at] + ((lo - p.lo[at]) * p.strides[at]).sum(axis=1)
         return Placement(p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], lo, hi, p.buffer[at], offset, p.strides[at])
 

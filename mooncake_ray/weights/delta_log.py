@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import re
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from mooncake_ray.errors import ConfigError, DeltaBaseError, SnapshotError, Stal
 from mooncake_ray.weights.delta_index import INDEX, Anchor, Index, PatchFile, Step
 from mooncake_ray.weights.draft import Draft, owned
 from mooncake_ray.weights.file_source import LocalDirectory
-from mooncake_ray.weights.files import Files
+from mooncake_ray.weights.files import Files, Lock
 from mooncake_ray.weights.manifest import few
 from mooncake_ray.weights.patch import Regions, encode
 from mooncake_ray.weights.placement import Placement
@@ -38,6 +39,7 @@ __all__ = ["DELTAS", "DeltaLog", "DeltaRank", "Update", "object_digest"]
 
 DELTAS = "deltas"
 _PIN = "deltas"
+_COMMIT_S = 60.0
 _NAME = re.compile(r"[\w.-]+$")
 
 
@@ -98,7 +100,9 @@ class DeltaRank:
         if update.base is not None and update.base not in self._states:
             has = ", ".join(map(str, self._states)) or "none"
             raise DeltaBaseError(f"{self.rank} should write what changed since version {update.base}, and has {has}")
-        now = np.zeros(nbytes, np.uint8)
+        # What is not the base is not asked for any more: its memory is used again.
+        spare = [self._states.pop(v) for v in list(self._states) if v != update.base]
+        now = spare[0] if spare else np.empty(nbytes, np.uint8)
         for tensor, at in zip(views(self._placed, self._shard.buffers()), regions.offset.tolist(), strict=True):
             _copy(now[at : at + tensor.nbytes], tensor)
         written = None
@@ -114,8 +118,7 @@ class DeltaRank:
             written = PatchFile(self.rank, f"{DELTAS}/{name}", patch.nbytes, patch.changed)
         if update.draft is not None:
             update.draft.save(self._shard, rank=self.rank)
-        # What is older than the base is not asked for any more; between it and the newest nothing is.
-        self._states = {v: s for v, s in self._states.items() if v == update.base} | {update.version: now}
+        self._states[update.version] = now
         return written
 
 
@@ -210,7 +213,26 @@ class DeltaLog:
 
         Raises:
             SnapshotError: a rank's part is missing. Nothing has changed.
+            StaleVersionError: another writer has written this version, or a newer one.
         """
+        lock = self._alone()
+        try:
+            return self._commit(update, written)
+        finally:
+            lock.close()
+
+    def _alone(self) -> Lock:
+        """While nobody else replaces the index."""
+        end = time.monotonic() + _COMMIT_S
+        while (lock := Lock.take(self.directory, alone=True)) is None:
+            if time.monotonic() > end:
+                raise SnapshotError(
+                    f"{self.directory} has been locked for {_COMMIT_S:g} s by a process that commits a version, and has not"
+                )
+            time.sleep(0.01)
+        return lock
+
+    def _commit(self, update: Update, written: Sequence[PatchFile | None]) -> Step | None:
         index, publication = self.index(), update.publication
         if index.newest is not None and update.version <= index.newest:
             raise StaleVersionError(
@@ -224,8 +246,10 @@ class DeltaLog:
             if missing := sorted(owners - set(files)):
                 raise SnapshotError(f"version {update.version} lacks the patches of ranks {few(missing)}")
             for file in files.values():
-                if (there := os.path.getsize(self.directory / file.file)) != file.nbytes:
-                    raise SnapshotError(f"{self.directory / file.file} has {there} bytes of {file.nbytes}")
+                path = self.directory / file.file
+                there = path.stat().st_size if path.exists() else 0
+                if there != file.nbytes:
+                    raise SnapshotError(f"{path} has {there} bytes of {file.nbytes}")
             step = Step(update.base, update.version, publication.digest, tuple(files[r] for r in sorted(files)))
             steps.append(step)
         if update.draft is not None:

@@ -9,16 +9,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
-from mooncake_ray.errors import ChecksumError, ConfigError, DeltaBaseError, PlanError, SnapshotNotFoundError, StaleVersionError
+from mooncake_ray.errors import (
+    ChecksumError,
+    ConfigError,
+    DeltaBaseError,
+    MooncakeRayError,
+    PlanError,
+    SnapshotNotFoundError,
+    StaleVersionError,
+)
 from mooncake_ray.weights import patching
-from mooncake_ray.weights.boxes import busiest, meetings
+from mooncake_ray.weights.boxes import busiest, distinct, meetings
 from mooncake_ray.weights.delta_index import Index, Step
 from mooncake_ray.weights.delta_log import object_digest
 from mooncake_ray.weights.file_source import Directory, LocalDirectory, source_of
 from mooncake_ray.weights.generation import FetchedSnapshot
 from mooncake_ray.weights.manifest import Manifest, few
+from mooncake_ray.weights.memory import refuse_shared
 from mooncake_ray.weights.patch import HEAD_BYTES, Patch, Regions, merge
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, views
@@ -136,8 +144,12 @@ class DeltaReader:
             if self._layout is None or self._layout.publication != stored.manifest.publication:
                 self._layout = _Layout(stored.manifest, self._placement)
             patches, nbytes = self._read(rest, self._layout)  # before anything is written
-            self.version = None  # until all of it is here
-            loaded = stored.load_into(self._shard, rank=self._rank, verify=verify)
+            held, self.version = self.version, None
+            try:
+                loaded = stored.load_into(self._shard, rank=self._rank, verify=verify)
+            except MooncakeRayError:
+                self.version = held  # nothing was written
+                raise
             self.version = version
         finally:
             close()
@@ -220,19 +232,23 @@ class DeltaReader:
 
     def _apply(self, patches: dict[str, Patch], layout: _Layout) -> int:
         """All of them, or none. Returns how many elements changed."""
-        tensors = dict(enumerate(views(self._placement, self._shard.buffers())))
-        jobs = [(patch, layout.regions[rank], layout.boxes(rank, patch, tensors)) for rank, patch in patches.items()]
-        for patch, regions, parts in jobs:
-            patching.check(patch, regions, parts)
+        boxes = {rank: layout.boxes(rank, patch) for rank, patch in patches.items()}
+        which = np.unique(np.concatenate([np.zeros(0, np.int64), *(fragments for fragments, _ in boxes.values())]))
+        tensors = dict(zip(which.tolist(), views(_part(self._placement, which), self._shard.buffers()), strict=True))
+        held, self.version = self.version, None
         done: list[tuple[Patch, Regions, list[patching.Part]]] = []
         changed = 0
         try:
-            for patch, regions, parts in jobs:
-                changed += sum(c.changed for c in patching.apply(patch, regions, parts))
-                done.append((patch, regions, parts))
-        except Exception:
-            for patch, regions, parts in reversed(done):
-                patching.revert(patch, regions, parts)
+            for rank, patch in patches.items():
+                rows = zip(*(a.tolist() for a in boxes[rank]), strict=True)
+                parts = [patching.Part(region, bits(tensors[f]), self._placement.lo[f].tolist()) for f, region in rows]
+                job = patch, layout.regions[rank], parts
+                changed += sum(c.changed for c in patching.apply(*job))
+                done.append(job)
+        except MooncakeRayError:
+            for job in reversed(done):
+                patching.revert(*job)
+            self.version = held  # as it was
             raise
         return changed
 
@@ -256,6 +272,8 @@ class _Layout:
         self._lo, self._hi = own_lo, own_hi
         pairs = [np.stack(p) for p in meetings((own, own_lo, own_hi), (tensor, lo, hi), busiest(tensor, lo, len(manifest.metas)))]
         fragment, region = np.concatenate(pairs, axis=1) if pairs else np.zeros((2, 0), np.int64)
+        once = np.isin(fragment, _places(placement))
+        fragment, region = fragment[once], region[once]
         rank_of = np.array([rank for rank, _ in rows], np.int64)
         first = np.searchsorted(rank_of, np.arange(len(manifest.parts) + 1))
         itemsize = np.array([m.itemsize for m in manifest.metas], np.int32)
@@ -274,12 +292,25 @@ class _Layout:
         fragments, regions = self._pairs[rank]
         return regions, self._lo[fragments], self._hi[fragments]
 
-    def boxes(self, rank: str, patch: Patch, tensors: dict[int, torch.Tensor]) -> list[patching.Part]:
-        """The shard's boxes in regions that a patch changes."""
+    def boxes(self, rank: str, patch: Patch) -> tuple[np.ndarray, np.ndarray]:
+        """(fragment, region) of the shard's boxes in regions that a patch changes."""
         fragments, regions = self._pairs[rank]
         changed = np.flatnonzero(patch.touched[regions])
-        rows = zip(fragments[changed].tolist(), regions[changed].tolist(), strict=True)
-        return [patching.Part(r, bits(tensors[f]), tuple(self.placement.lo[f].tolist())) for f, r in rows]
+        return fragments[changed], regions[changed]
+
+
+def _part(p: Placement, which: np.ndarray) -> Placement:
+    """Some of the fragments."""
+    arrays = (a[which] for a in (p.tensor, p.rank, p.lo, p.hi, p.buffer, p.offset, p.strides))
+    return Placement(p.metas, p.ranks, p.buffers, *arrays)
+
+
+def _places(placement: Placement) -> np.ndarray:
+    """int64: a fragment for each place in memory. Tied tensors are one: what changed is added once."""
+    refuse_shared(placement)
+    extent = placement.hi - placement.lo
+    strides = np.where(extent > 1, placement.strides, 0)
+    return distinct([placement.buffer, placement.offset, *extent.T, *strides.T])[0]
 
 
 def _padded(rows: Iterable[Sequence[int]], d: int, fill: int) -> np.ndarray:

@@ -145,6 +145,7 @@ class Draft:
                 digests[n].append(content_digest(block, at, publication.metas[t].shape))
                 yield block
 
+        self._files.remove(self.path / f"{name}.json")  # of an earlier save: it says what is not there any more
         metadata = {"format": "pt", "version": str(self.version), "rank": rank}
         places, nbytes = write(self._files, self.path / f"{name}.safetensors", entries, metadata, content)
         regions = (Region(t, lo, hi, at, tuple(d)) for (t, lo, hi), at, d in zip(boxes, places, digests, strict=True))

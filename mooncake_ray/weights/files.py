@@ -6,6 +6,7 @@ And locks that end with the process that holds them (`flock`): they tell what is
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterable
@@ -108,9 +109,12 @@ class Lock:
     def take(cls, directory: Path, *, alone: bool = False) -> Lock | None:
         """At once or not at all: None if others are in the way, or the directory is gone."""
         try:
-            file = os.open(directory / cls.NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except PermissionError:
-            file = os.open(directory / cls.NAME, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                file = os.open(directory / cls.NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as e:
+                if e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                file = os.open(directory / cls.NAME, os.O_RDONLY | os.O_CLOEXEC)  # another user's, or mounted for reading
         except (FileNotFoundError, NotADirectoryError):
             return None
         lock = cls(file)

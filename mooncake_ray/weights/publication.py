@@ -17,6 +17,7 @@ from mooncake_ray.weights.alike import Alike
 from mooncake_ray.weights.balance import fill, rounds
 from mooncake_ray.weights.boxes import Ragged, busiest, distinct, divided, meetings, same_members
 from mooncake_ray.weights.demand import demand
+from mooncake_ray.weights.division import BUCKET_BYTES, cut_alike
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.topology import Topology
@@ -25,7 +26,6 @@ __all__ = ["ALIGNMENT", "BUCKET_BYTES", "Publication", "publish_plan"]
 
 ALIGNMENT = 64
 """Bytes; what regions and boxes in objects begin at a multiple of."""
-BUCKET_BYTES = 64 << 20
 _SLACK = 0.005  # of a rank's mean share that a cut may be moved by to fall between two regions
 _LEAST_PIECE = 4096  # bytes; a region is not split for less
 
@@ -45,8 +45,9 @@ class Publication:
     hi: np.ndarray
     """int64 (m, d)."""
     fragment: np.ndarray
-    """int64 (m): which fragment of the source placement the owner copies it from. The region is that fragment's box or, where a box was split
-    between owners or buckets, a part of it. Not in the digest, as it depends on the order in which the placement was joined."""
+    """int64 (m): which fragment of the source placement the owner copies it from. The region is that fragment's box, or a part of it: boxes are
+    split between owners, between buckets, and where the target cuts rows. Not in the digest, as it depends on the order in which the placement
+    was joined."""
     owner: np.ndarray
     """int32 (m): index in `ranks`."""
     bucket: np.ndarray
@@ -105,7 +106,8 @@ def publish_plan(
     Args:
         source: of all ranks together.
         topology: where ranks of source and target are; by default each rank is a host of its own.
-        target: who will want it; a hint for the balance, not part of what is published.
+        target: who will want it. Only a hint: others can have it too. Regions are cut where it cuts rows, so that each rank reads few long runs
+            instead of many short ones, and are published near to it.
         bucket_bytes: about what an object may have at most.
 
     Raises:
@@ -125,7 +127,11 @@ def publish_plan(
     sets, place = ranks.ranks_of(classes)
     which = place[which]
     itemsize = np.array([m.itemsize for m in source.metas], np.int64)
-    whole, lo, hi = divided(lo, hi, itemsize[tensor], bucket_bytes)
+    whole = np.arange(len(tensor))
+    if target is not None and len(target):
+        whole, lo, hi = cut_alike(source.metas, (tensor, lo, hi), target.metas, (target.tensor, target.lo, target.hi))
+    part, lo, hi = divided(lo, hi, itemsize[tensor[whole]], bucket_bytes)
+    whole = whole[part]
     tensor, which = tensor[whole], which[whole]
     layers = np.array([m.layer for m in source.metas], np.int64)[tensor]
     share = _Shares(ranks.ranks, topology, sets, which, layers, np.prod(hi - lo, axis=1) * itemsize[tensor], lo, hi)

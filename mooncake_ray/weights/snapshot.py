@@ -11,6 +11,7 @@ A version is there from the moment its directory gets its name, which is after a
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -29,6 +30,8 @@ from mooncake_ray.weights.shard import Shard
 from mooncake_ray.weights.stored import Loaded
 
 __all__ = ["Draft", "Loaded", "Snapshot", "SnapshotSource", "SnapshotStore"]
+
+logger = logging.getLogger("mooncake_ray")
 
 _VERSION = re.compile(r"version-(\d{8,})$")
 _LEFTOVER = re.compile(r"(?:writing|deleting)-\d{8,}-")
@@ -86,7 +89,10 @@ class SnapshotStore:
         """`Draft.commit`, then deletes what is not to be kept. One process does this, once all ranks have saved."""
         self._refuse_stale(draft.version)
         draft.commit(extra)
-        self.clean()
+        try:
+            self.clean()
+        except OSError as e:  # the version is there all the same
+            logger.warning("old versions in %s cannot be deleted: %s", self.directory, e)
 
     def save(self, version: int, shards: Shard | Mapping[str, Shard], *, extra: Mapping[str, Any] | None = None) -> None:
         """Writes a version from one process that has all of the model: one shard, or one for each rank by name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -67,6 +68,10 @@ class EngineSuite:
     def generate(self, engine: Any, tokens: int) -> Any:
         """A `Generation` of so many tokens."""
         return engine.generate([1, 2, 3], tokens)
+
+    def before_each_token(self, engine: Any, call: Callable[[], None]) -> Callable[[], None]:
+        """Has the engine call that before it computes, in the thread that does, for each token. Returns what ends it."""
+        raise NotImplementedError
 
     @pytest.fixture
     def engine(self):
@@ -314,17 +319,17 @@ class EngineSuite:
         """A generation that runs in a thread, and has made a token: (its future, something that lets the rest be made)."""
         at, go = threading.Event(), threading.Event()
 
-        def between(*_: Any) -> None:
+        def between() -> None:
             at.set()
             assert go.wait(TIMEOUT_S)
 
-        handle = engine.module.register_forward_pre_hook(between)
+        end = self.before_each_token(engine, between)
         pool = ThreadPoolExecutor(1)
         future = pool.submit(self.generate, engine, tokens)
         assert at.wait(TIMEOUT_S)
 
         def release() -> None:
-            handle.remove()
+            end()
             go.set()
 
         pool.shutdown(wait=False)
@@ -356,7 +361,7 @@ class EngineSuite:
 
     def test_wait_lets_an_answer_end(self, engine):
         calls = []
-        engine.module.register_forward_pre_hook(lambda *_: calls.append(1))
+        self.before_each_token(engine, lambda: calls.append(1))
         future, release = self.started(engine, 5)
         with ThreadPoolExecutor(1) as pool:
             paused = pool.submit(engine.pause, "wait", timeout_s=TIMEOUT_S)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from engine_suite import EngineSuite, pieces
@@ -10,6 +13,7 @@ from serving_models import Sizes, TinyServed, metas_of, whole_model
 from mooncake_ray.engines import engine_names, get_engine, register_engine
 from mooncake_ray.engines.torch_module import TorchModuleEngine
 from mooncake_ray.errors import ConfigError, PlanError, WeightSyncError
+from mooncake_ray.weights.digest import content_digest
 from mooncake_ray.weights.tracing import TracedTarget
 
 SIZES = Sizes()
@@ -31,6 +35,9 @@ class TestTorchModule(EngineSuite):
 
     def whole(self, version):
         return whole_model(SIZES, version)
+
+    def before_each_token(self, engine, call):
+        return engine.module.register_forward_pre_hook(lambda *_: call()).remove
 
     def answer(self, engine):
         return engine.forward(PROMPT).tolist()
@@ -157,7 +164,33 @@ def test_digests_do_not_depend_on_the_layout():
     plain = TorchModuleEngine(Derives())
     for engine in (fused, plain):
         new_weights(engine, 1, **whole)
+    assert fused.digests() == plain.digests() == {n: content_digest(t, (0, 0), (3, 3)) for n, t in whole.items()}
     assert fused.digests(digest) == plain.digests(digest) == {n: digest(t, (0, 0), (3, 3)) for n, t in whole.items()}
+
+
+def test_digests_wait_for_what_writes():
+    engine = TorchModuleEngine(Derives())
+    looked = threading.Event()
+
+    def digest(view, lo, shape):
+        looked.set()
+        return 0
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def slow():
+            for piece in pieces(engine, TWOS):
+                asked.append(pool.submit(engine.digests, digest))
+                yield piece
+                assert not looked.wait(0.01)
+
+        asked = []
+        engine.start_weight_update()
+        engine.pause()
+        engine.update_weights({"pieces": slow()})
+        assert asked[0].result(60) == {"a": 0, "b": 0}
+        engine.finish_weight_update(1)
+        engine.resume()
 
 
 def test_registry():

@@ -38,7 +38,7 @@ from mooncake_ray.weights.hf_export import export_hf
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.plan import publish_plan
 from mooncake_ray.weights.snapshot import SnapshotStore
-from mooncake_ray.weights.source import StateDictSource
+from mooncake_ray.weights.source import ModuleSource, StateDictSource
 
 
 def model(version=0):
@@ -252,7 +252,10 @@ def test_a_damaged_patch_changes_nothing(tmp_path, at, start):
     assert reader.version == start
     with pytest.raises(ChecksumError):
         reader.catch_up(how="anchor")  # version 3 is only there as that patch
-    assert same(held, model(start))
+    flip(tmp_path / "version-00000001" / "part-00001-of-00002.safetensors", -1)
+    with pytest.raises(ChecksumError):
+        reader.catch_up(how="anchor")
+    assert same(held, model(start)) and reader.version == start
 
 
 def test_weights_that_are_not_the_base_are_left_as_they_are(tmp_path):
@@ -266,7 +269,8 @@ def test_weights_that_are_not_the_base_are_left_as_they_are(tmp_path):
     before = {name: t.clone() for name, t in held.items()}
     with pytest.raises(DeltaBaseError, match="does not hold version 1"):
         reader.catch_up(how="delta")
-    assert same(held, before)
+    assert same(held, before)  # what the first rank's patch had changed, too
+    assert reader.version == 1
     assert reader.catch_up(how="anchor").version == 2
     assert same(held, model(2))
 
@@ -333,6 +337,106 @@ def test_a_writer_killed_at_every_step(tmp_path):
                 break
             n += 1
         assert n > 10
+
+
+def test_readers_while_versions_come_and_go(tmp_path):
+    """What is read may be deleted just then; whoever reads gets a newer one, whole."""
+    log = log_of(tmp_path, [1], anchor_every=2, keep=1)
+    errors, done = [], threading.Event()
+
+    def read(how):
+        held = blank()
+        reader = reader_of(tmp_path, held)
+        try:
+            while not done.is_set() or reader.version != 30:
+                version = reader.catch_up(how=how if reader.version else "auto").version
+                assert same(held, model(version))
+        except Exception as e:
+            errors.append(e)
+
+    readers = [threading.Thread(target=read, args=(how,)) for how in ("auto", "anchor", "auto")]
+    for reader in readers:
+        reader.start()
+    try:
+        for version in range(2, 31):
+            log.append(version, halves(model(version)))
+            log.acknowledge(version)
+    finally:
+        done.set()
+        for reader in readers:
+            reader.join()
+    assert not errors
+
+
+def test_what_is_deleted_while_it_is_read_is_not_missed(tmp_path, monkeypatch):
+    """Who has read an index whose files are gone by now reads the next one."""
+    from mooncake_ray.weights.delta_index import Index
+
+    log = log_of(tmp_path, [1, 2], keep=1)
+    old = log.index()
+    log.append(3, halves(model(3)), anchor=True)
+    log.acknowledge(3)
+    log.append(4, halves(model(4)), anchor=True)
+    assert [a.version for a in log.index().anchors] == [3, 4]
+    for start in (None, 1):
+        indices = [old]
+        held = model(1) if start else blank()
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "of", lambda directory, of=Index.of, indices=indices: indices.pop() if indices else of(directory))
+            got = reader_of(tmp_path, held, start).catch_up()
+        assert (got.version, got.how) == (4, "anchor")
+        assert same(held, model(4))
+
+
+def test_an_update_that_failed_leaves_what_was_acknowledged(tmp_path):
+    """Ranks do not have a version any more once they have written the next, so it cannot be the base of patches."""
+    log = log_of(tmp_path, [1])
+    log.append(2, halves(model(2)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeltaLog, "commit", lambda self, update, written: (_ for _ in ()).throw(SnapshotError("no")))
+        with pytest.raises(SnapshotError):
+            log.append(3, halves(model(3)))
+    assert not log.acknowledge(2)
+    step = log.append(3, halves(model(3)))
+    assert (step.base, step.version) == (1, 3)
+    held = model(1)
+    assert reader_of(tmp_path, held, 1).catch_up(how="delta").version == 3
+    assert same(held, model(3))
+
+
+def test_of_two_writers_one_is_late(tmp_path):
+    a, b = log_of(tmp_path, [1]), DeltaLog(tmp_path, fsync=False)
+    plan = publish_plan(Placement.of("rank", StateDictSource(model()).fragments()))
+    late = b.begin(2, plan)
+    patch = DeltaRank(tmp_path, StateDictSource(model(2)), "rank").write(late)
+    a.append(2, halves(model(2)))
+    with pytest.raises(StaleVersionError, match=r"version 2 .* write 2"):
+        b.commit(late, [patch])
+    held = blank()
+    reader_of(tmp_path, held).catch_up()
+    assert same(held, model(2))
+
+
+def test_tied_weights_change_once(tmp_path):
+    """What two names have in common is one place for who ties them, and two for who does not."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+    trained, engine = Tied(), Tied()
+    untied = {name: torch.zeros(10, 4) for name in ("embed.weight", "head.weight")}
+    log = DeltaLog(tmp_path, fsync=False)
+    readers = [DeltaReader(tmp_path, ModuleSource(engine)), reader_of(tmp_path, untied)]
+    for version, how in ((1, "anchor"), (2, "delta")):
+        with torch.no_grad():
+            trained.embed.weight[3] += version
+        log.append(version, ModuleSource(trained))
+        assert [reader.catch_up().how for reader in readers] == [how, how]
+        for held in (dict(engine.state_dict()), untied):
+            assert same(held, {name: trained.embed.weight.detach() for name in untied})
 
 
 # ---- HTTP

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import subprocess
 import sys
+from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_ray.errors import PlanError
+from mooncake_ray.weights import division
 from mooncake_ray.weights.balance import fill
 from mooncake_ray.weights.described import Parallel, described
 from mooncake_ray.weights.meta import ParamMeta
@@ -49,7 +51,7 @@ def grids(draw, metas, prefix):
         edges = [cuts(draw, n, draw(st.integers(1, 3))) for n in meta.shape]
         cells = [((), ())]
         for edge in edges:
-            cells = [((*lo, a), (*hi, b)) for lo, hi in cells for a, b in itertools.pairwise(edge)]
+            cells = [((*lo, a), (*hi, b)) for lo, hi in cells for a, b in pairwise(edge)]
         for n, (lo, hi) in enumerate(cells):
             for rank in draw(st.sets(st.sampled_from(ranks), min_size=1)):
                 extent = np.array([[b - a for a, b in zip(lo, hi, strict=True)]], np.int64).reshape(1, -1)
@@ -112,12 +114,14 @@ def topologies(draw, ranks):
 def test_what_is_read_is_what_was_asked_for(data, bucket_bytes):
     metas = data.draw(models())
     source = data.draw(grids(metas, "trainer/"))
-    target = divide(data.draw(grids(metas, "e/")), data.draw(st.integers(1, 400)))
+    target = data.draw(grids(metas, "e/"))
     tensors = wholes(metas)
     topology = data.draw(st.none() | topologies([*source.ranks, *target.ranks]))
     hint = target if data.draw(st.booleans()) else None
-    publication = publish_plan(source, topology=topology, target=hint, bucket_bytes=bucket_bytes)
-    assert publication.load.sum() == sum(m.nbytes for m in metas)
+    with mock.patch.object(division, "_LEAST_PIECE", data.draw(st.sampled_from([1, 8, 4096]))):
+        publication = publish_plan(source, topology=topology, target=hint, bucket_bytes=bucket_bytes)
+        target = divide(target, data.draw(st.integers(1, 400)), data.draw(st.sampled_from([None, publication])))
+    assert publication.load.sum() == sum(m.nbytes for m in metas) and np.all(publication.nbytes > 0)
     delivery = deliver_plan(publication, target, topology=topology)
     units = delivered(publication, delivery, published(publication, source, tensors))
     got = {rank: set(delivery.units_of(rank).tolist()) for rank in delivery.ranks}
@@ -348,6 +352,41 @@ def test_large_fragments_are_divided(shape, most, parts):
     out = divide(placement, most)
     assert sorted(tuple(e) for e in (out.hi - out.lo).tolist()) == sorted(parts)
     assert np.concatenate([places(out, i) for i in range(len(out))]).tolist() == places(placement, 0).tolist()
+
+
+def columns(prefix, meta, edges):
+    """A rank for each stretch of columns, from edge to edge."""
+    parts = []
+    for i, (a, b) in enumerate(pairwise(edges)):
+        fragment = Fragment(meta, (0, a), (meta.shape[0], b), "m", 0, ((b - a) * meta.itemsize, meta.itemsize))
+        parts.append(Placement.of(f"{prefix}{i}", [fragment]))
+    return Placement.join(parts)
+
+
+@pytest.mark.parametrize(("source", "target"), [([0, 96], [0, 32, 64, 96]), ([0, 32, 64, 96], [0, 96]), ([0, 48, 96], [0, 32, 64, 96])])
+def test_rows_are_not_read_bit_by_bit(source, target):
+    """Where either side has some columns of a matrix, both are cut alike, and each part is one run."""
+    meta = ParamMeta("m", "bfloat16", (1000, 96))
+    source, target = columns("t", meta, source), columns("e", meta, target)
+    publication = publish_plan(source, target=target)
+    parts = divide(target, along=publication)
+    delivery = deliver_plan(publication, parts)
+    runs = [lower(publication, delivery, u).runs for u in range(delivery.units)]
+    assert sum(map(len, runs)) <= 4
+    for u, data in enumerate(delivered(publication, delivery, published(publication, source, tensors := wholes([meta])))):
+        for box in np.flatnonzero(delivery.unit == u):
+            there = data[delivery.offset[box] :][: delivery.nbytes[box]]
+            assert np.array_equal(there, part(tensors["m"], delivery.lo[box], delivery.hi[box]))
+    assert np.all(publication.nbytes > 0) and np.all(delivery.nbytes > 0)
+    # Without the hints it is right as well, but takes a run a row.
+    publication = publish_plan(source)
+    delivery = deliver_plan(publication, target)
+    assert sum(len(lower(publication, delivery, u).runs) for u in range(delivery.units)) >= 1000
+
+
+def test_small_boxes_are_not_cut_alike():
+    meta = ParamMeta("m", "bfloat16", (16, 96))
+    assert len(publish_plan(columns("t", meta, [0, 96]), target=columns("e", meta, [0, 32, 64, 96]))) == 1
 
 
 def test_more_than_four_gibibytes():

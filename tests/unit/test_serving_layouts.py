@@ -216,6 +216,22 @@ def test_what_the_table_does_not_explain(what):
     assert vllm.fragments({}, expert_metas(extra=more), parameters, ignore=list(parameters)) == []
 
 
+def test_one_scale_for_each_fused_tensor():
+    metas = [ParamMeta(f"m.{n}_proj.weight_scale", "float32", ()) for n in "qkv"]
+    made = vllm.fragments({}, metas, {"m.qkv_proj.weight_scale": ((3,), "float32")}, EngineRank((1, 2)))
+    assert [(f.meta.name[2], f.offset) for f in made] == [("q", 0), ("k", 4), ("v", 8)]
+    with pytest.raises(PlanError, match="is not made of"):
+        vllm.fragments({}, metas, {"m.qkv_proj.weight_scale": ((2,), "float32")})
+
+
+def test_parameters_that_are_turned_around():
+    """As some kernels want them. Their shape says nothing of where what is."""
+    module = torch.nn.Linear(4, 4, bias=False)
+    module.weight = torch.nn.Parameter(module.weight.data.t())
+    with pytest.raises(PlanError, match="1 parameters do not lie in C order: weight"):
+        shapes_of(module)
+
+
 def test_ranks_that_there_are_not():
     with pytest.raises(PlanError, match="tp: there is no rank 2 of 2"):
         EngineRank((2, 2))

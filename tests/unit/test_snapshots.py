@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from mooncake_ray.errors import (
 )
 from mooncake_ray.weights import manifest
 from mooncake_ray.weights.hf_export import export_hf
+from mooncake_ray.weights.meta import ITEMSIZE
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.plan import publish_plan
 from mooncake_ray.weights.shard import Shard
@@ -117,6 +120,20 @@ def test_safetensors_own_loader_reads_it(tmp_path):
     assert same(joined, {name: t for name, t in tensors.items() if t.dim()})
 
 
+def test_every_dtype(tmp_path):
+    from safetensors import safe_open
+
+    tensors = {name: filled((6, 8), getattr(torch, name), n) for n, name in enumerate(ITEMSIZE)}
+    store = SnapshotStore(tmp_path)
+    store.save(1, StateDictSource(tensors))
+    with safe_open(tmp_path / "version-00000001" / "part-00000-of-00001.safetensors", "pt") as file:
+        assert same({key: file.get_tensor(key) for key in file.keys()}, tensors)  # noqa: SIM118  (it is no mapping)
+    restored = {name: filled((6, 8), t.dtype, 99) for name, t in tensors.items()}
+    with store.open() as snapshot:
+        snapshot.load_into(StateDictSource(restored))
+    assert same(restored, tensors)
+
+
 def test_it_is_written_from_where_it_lies(tmp_path, monkeypatch):
     """A packed shard is not copied: what is given to the disk is its own memory."""
     from mooncake_ray.weights.files import Files
@@ -175,6 +192,46 @@ def test_ranks_without_a_driver_agree_on_the_attempt(tmp_path):
     assert same(whole(SnapshotStore(tmp_path)), tensors)
 
 
+def test_a_part_that_is_being_written_again_is_not_taken(tmp_path, monkeypatch):
+    """The save that died in between leaves a file that looks right, and nothing that says so."""
+    from mooncake_ray.weights.files import Files
+
+    draft = SnapshotStore(tmp_path).begin(1, plan_of({"rank": StateDictSource(model(1))}))
+    draft.save(StateDictSource(model(1)), rank="rank")
+
+    def died(self, path, parts):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "put", died)
+        with pytest.raises(KeyboardInterrupt):
+            draft.save(StateDictSource(model(2)), rank="rank")
+    with pytest.raises(SnapshotError, match="lacks the parts"):
+        draft.commit()
+    draft.save(StateDictSource(model(2)), rank="rank")
+    SnapshotStore(tmp_path).commit(draft)
+    assert same(whole(SnapshotStore(tmp_path)), model(2))
+
+
+@pytest.mark.parametrize("why", [errno.EROFS, errno.EACCES])
+def test_a_disk_for_reading_only(tmp_path, monkeypatch, why):
+    """Whoever may not write there may read, and what is read stays."""
+    store = SnapshotStore(tmp_path, keep=1)
+    store.save(1, StateDictSource(model(1)))
+
+    def refusing(path, flags, *more, opened=os.open):
+        if flags & os.O_RDWR:
+            raise OSError(why, os.strerror(why), str(path))
+        return opened(path, flags, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        reader = store.open()
+    reader.verify()
+    store.save(2, StateDictSource(model(2)))
+    assert store.versions() == [1, 2]
+
+
 def test_parts_of_another_try_are_not_taken(tmp_path):
     by_rank = halves(model(1))
     first = SnapshotStore(tmp_path).begin(5, plan_of(by_rank))
@@ -219,6 +276,18 @@ def test_what_is_open_or_pinned_stays(tmp_path):
     assert store.clean() == [1, 2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version-00000004"]
     assert same(whole(store), model(4))
+
+
+def test_a_pin_that_comes_just_then(tmp_path, monkeypatch):
+    store = SnapshotStore(tmp_path)
+    store.save(1, StateDictSource(model(1)))
+    answers = [[]]
+    with monkeypatch.context() as patch:
+        pins = SnapshotStore.pins
+        patch.setattr(SnapshotStore, "pins", lambda self, version: answers.pop() if answers else pins(self, version))
+        store.pin(1, "just-now")
+        assert not store.remove(1)
+    assert same(whole(store), model(1))
 
 
 def test_a_reader_in_another_process_keeps_what_it_reads(tmp_path):
@@ -413,8 +482,6 @@ def test_a_snapshot_is_a_source_of_several_ranks(tmp_path):
 
 def test_no_room_on_the_disk(tmp_path, monkeypatch):
     """An error of the disk is told as it is, and leaves nothing behind."""
-    import errno
-
     from mooncake_ray.weights.files import Files
 
     store = SnapshotStore(tmp_path)

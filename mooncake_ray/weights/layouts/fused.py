@@ -148,7 +148,11 @@ class _Fit:
     def _add_fused(self, own: _Parameter, names: list[str], last: str) -> None:
         metas = [self._meta(n, own) for n in names]
         leaf = names[0].rpartition(".")[2]
-        if any(m.shape[1:] != own.shape[1:] for m in metas):
+        if own.shape == (len(metas),) and not any(m.shape for m in metas):  # one number for each, such as a scale of the whole tensor
+            for i, meta in enumerate(metas):
+                own.put(meta, (), (), (i,))
+            return
+        if any(not m.shape or m.shape[1:] != own.shape[1:] for m in metas):
             raise PlanError(f"{own.name}: {list(own.shape)} is not made of {', '.join(f'{m.name} {list(m.shape)}' for m in metas)}")
         kind = "attention" if ".self_attn." in names[0] or ".attn." in names[0] else "tp"
         me, ranks = self._rank.part(kind)

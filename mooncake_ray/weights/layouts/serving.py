@@ -90,7 +90,13 @@ def setting(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def shapes_of(module: torch.nn.Module, buffers: Iterable[str] = ()) -> dict[str, tuple[tuple[int, ...], str]]:
-    """A module's parameters, and those of its buffers, as tables take them. Tied parameters once."""
+    """A module's parameters, and those of its buffers, as tables take them. Tied parameters once.
+
+    Raises:
+        PlanError: one does not lie in C order, as after some kernels' preparation: its shape does not say what is where.
+    """
     there = dict(module.named_buffers())
     named = [*module.named_parameters(), *((name, there[name]) for name in buffers)]
+    if odd := [name for name, t in named if not t.is_contiguous()]:
+        raise PlanError(f"{len(odd)} parameters do not lie in C order: {', '.join(odd[:5])}")
     return {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named}
