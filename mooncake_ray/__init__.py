@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mooncake_ray.objects.prefetching import prefetch
     from mooncake_ray.objects.remote import remote
     from mooncake_ray.store import ObjectKey, Store
+    from mooncake_ray.sync.group import WeightSyncGroup
 
 __all__ = [
     "BatchRef",
@@ -60,6 +61,7 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreFullError",
+    "WeightSyncGroup",
     "batch_ref",
     "concat_batches",
     "free",
@@ -89,6 +91,7 @@ _LAZY = {
     "ObjectKey": "mooncake_ray.store:ObjectKey",
     "Ragged": "mooncake_ray.data:Ragged",
     "Store": "mooncake_ray.store:Store",
+    "WeightSyncGroup": "mooncake_ray.sync.group:WeightSyncGroup",
     "free": "mooncake_ray.objects.api:free",
     "get": "mooncake_ray.objects.api:get",
     "install": "mooncake_ray.objects.install:install",

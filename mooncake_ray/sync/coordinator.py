@@ -42,6 +42,7 @@ _SPACE = b"mooncake_ray"
 _POLL_S = 5.0
 _LOOK_EVERY_S = 0.5
 _CATCH_UP_S = 300.0
+_END_S = 5.0
 _OPERATIONS = 16  # remembered
 
 
@@ -121,6 +122,15 @@ class Coordinator:
     async def leave(self, id: str) -> None:
         if (member := self._roster.by_id(id)) is not None:
             await self._lose(member, "left the group")
+
+    async def end(self) -> None:
+        """Has every member leave, and forgets the group. The actor is killed after that."""
+        self._mail.tell_all(list(self._roster), self._epoch, "end")
+        internal_kv._internal_kv_del(self._key, namespace=_SPACE)
+        deadline = time.monotonic() + _END_S
+        while self._heard and time.monotonic() < deadline:
+            with contextlib.suppress(SyncTimeoutError):
+                await self._wait(Deadline(_END_S), "the end")
 
     async def staged(self, id: str, epoch: int, unit: int, blob: Blob) -> None:
         self._courier.staged(id, epoch, unit, blob)

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_ray.errors import ChecksumError, PlanError, StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
+from mooncake_ray.errors import (
+    ChecksumError,
+    DeltaBaseError,
+    PlanError,
+    StaleVersionError,
+    SyncAbortedError,
+    SyncTimeoutError,
+    WeightSyncError,
+)
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
 from mooncake_ray.sync.messages import GivenUpError, Manifest, Member, Published
@@ -25,7 +33,8 @@ __all__ = ["Courier"]
 
 logger = logging.getLogger("mooncake_ray")
 
-_OWN_KINDS = (ChecksumError, PlanError, SyncTimeoutError, StaleVersionError)
+_RESUME_S = 3.0
+_OWN_KINDS = (ChecksumError, DeltaBaseError, PlanError, SyncTimeoutError, StaleVersionError)
 
 
 @dataclass(frozen=True)
@@ -97,8 +106,7 @@ class Courier:
         engine_of = {m: e for e in engines for m in e.members}
 
         def give_up() -> None:
-            for member in (*engine_of, *trainers.members):
-                self._mail.tell(member, epoch, "abort")
+            self._mail.tell_all((*engine_of, *trainers.members), epoch, "abort")
 
         lost: dict[str, str] = {}
         try:
@@ -195,7 +203,8 @@ class Courier:
             self._roster.note(member, state="poisoned")
         bad = {engine_of[m].name: str(e) for m, e in errors.items()}
         whole = [m for m in taking if engine_of[m].name not in bad]
-        resumed, errors = await self._mail.ask(whole, epoch, "resume", _left(deadline, "resuming"))
+        left = max(deadline.at - time.monotonic(), _RESUME_S)  # whoever has it is not left paused because another was late
+        resumed, errors = await self._mail.ask(whole, epoch, "resume", left)
         bad.update((engine_of[m].name, str(e)) for m, e in errors.items())
         for member in whole:
             if engine_of[member].name not in bad:

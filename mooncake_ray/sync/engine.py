@@ -65,7 +65,7 @@ class Engine(Agent):
         self._placement = Placement.of(self.member.name, adapter.shard().fragments())
         self._plans: dict[str, Origin | Route] = {}
         self._staged: _Staged | None = None
-        self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's boxes at it
+        self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's fragments at it
         self._paused = 0.0  # since when; 0: it is not
         self._told = threading.Condition()
         self._leaders: dict[tuple[int, int], Blob | None] = {}  # by epoch and unit; None: it will not have it
@@ -134,12 +134,12 @@ class Engine(Agent):
         staged.changes = Changes(self._placement, delivery.box_of[first:last], origin.publication, delivery, found)
         targets = list(views(self._placement, self._adapter.shard().buffers()))
         if self._digests is None or self._digests[0] != self.version:
-            which = staged.changes.box_of
-            at = [int(np.flatnonzero(which == box)[0]) for box in boxes]
-            own, metas = self._placement, origin.publication.metas
-            now = [content_digest(targets[i], own.lo[i].tolist(), metas[delivery.tensor[b]].shape) for i, b in zip(at, boxes, strict=True)]
+            own = self._placement
+            shapes = [own.metas[t].shape for t in own.tensor.tolist()]
+            now = [content_digest(target, lo, shape) for target, lo, shape in zip(targets, own.lo.tolist(), shapes, strict=True)]
             self._digests = self.version, np.array(now, np.uint64)
-        staged.digests = staged.changes.digests(targets, self.version, boxes, self._digests[1])
+        _, one = np.unique(staged.changes.box_of, return_index=True)  # fragment of each box
+        staged.digests = staged.changes.digests(targets, self.version, boxes, self._digests[1][one])
 
     def _pull(self, staged: _Staged, origin: Origin, manifest: Manifest, deadline: Deadline) -> None:
         """Mode `p2p`: reads its regions from the trainers' nodes, and what others lead from theirs."""
@@ -198,8 +198,9 @@ class Engine(Agent):
         staged = self._staged
         if staged is None or staged.epoch != command.epoch or staged.version != command.arguments["version"]:
             raise StaleVersionError(f"{self.member} has not staged version {command.arguments['version']} in epoch {command.epoch}")
-        self._paused = self._paused or time.monotonic()
+        begin = time.monotonic()
         self._adapter.pause()
+        self._paused = self._paused or begin
         if self.version == staged.version:  # another rank of this engine could not take it over, and does now
             return 0.0
         try:
@@ -213,7 +214,9 @@ class Engine(Agent):
             self._adapter.abort_weight_update()
             self._digests = None
             raise
-        self._digests = staged.version, staged.digests
+        first, last = staged.route.spans[self.member.name]
+        own = np.searchsorted(staged.route.boxes(self.member.name), staged.route.delivery.box_of[first:last])
+        self._digests = staged.version, staged.digests[own]
         return time.monotonic() - self._paused
 
     def do_resume(self, command: Command) -> float:

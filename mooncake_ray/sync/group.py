@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -26,6 +27,7 @@ __all__ = ["WeightSyncGroup"]
 _NAMESPACE = "mooncake_ray"
 _GRACE_S = 5.0
 _JOIN_S = 60.0
+_END_S = 15.0
 _PROGRESS_S = 1.0
 
 
@@ -154,7 +156,9 @@ class WeightSyncGroup:
         return self._call("status", timeout_s=timeout_s)
 
     def shutdown(self) -> None:
-        """Ends the group. Engines serve on what they have."""
+        """Ends the group: its members leave, engines serve on what they have, and what was published is gone."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._handle.end.remote(), timeout=_END_S)
         ray.kill(self._handle)
 
     def _call(self, method: str, *arguments: Any, timeout_s: float) -> Any:

@@ -148,7 +148,9 @@ class Agent:
                 if over > self._aborted:
                     self._aborted = over
                     self.hear(command)
-                if command.what == "unit":
+                if command.what == "end":
+                    self.close()
+                elif command.what == "unit":
                     self.hear(command)
                 elif command.what != "abort":
                     self._work.put(command)
@@ -157,10 +159,11 @@ class Agent:
         while (command := self._work.get()) is not None:
             value, error = None, None
             try:
-                if command.epoch < self._epoch:
-                    raise GivenUpError(f"epoch {command.epoch} is over; this member is at {self._epoch}")
-                self._epoch = command.epoch
-                self.check(command.epoch)
+                if command.number >= 0:  # what needs no answer is tidying up: that is never given up
+                    if command.epoch < self._epoch:
+                        raise GivenUpError(f"epoch {command.epoch} is over; this member is at {self._epoch}")
+                    self._epoch = command.epoch
+                    self.check(command.epoch)
                 value = getattr(self, f"do_{command.what}")(command)
             except WeightSyncError as e:
                 error = e

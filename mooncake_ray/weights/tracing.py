@@ -4,11 +4,16 @@ The loader runs once, with tensors that have a shape and a dtype but no memory. 
 are dispatched: a view of such a tensor is told by where it lies in the tensor's (imagined) storage, whatever operations made it; a copy into
 the module's own memory is noted instead of done. So every fused, sharded or transposed layout that a loader can express by views and copies
 comes out as fragments, and no layout has to be known by name. Anything that makes new numbers is refused.
+
+Only one thread is watched: what a loader gives to a pool of threads is done in its own meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +32,7 @@ __all__ = ["TracedTarget"]
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
+_one_at_a_time = threading.Lock()
 _aten = torch.ops.aten
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 _JOINS = {_aten.cat.default, _aten.stack.default}
@@ -118,7 +124,7 @@ class _Trace(TorchDispatchMode):
 
     def run(self, load: Loader, metas: tuple[ParamMeta, ...]) -> None:
         try:
-            with torch.no_grad(), self:
+            with _in_this_thread(), torch.no_grad(), self:
                 load(self._tensors(metas))
         except PlanError:
             raise
@@ -292,6 +298,29 @@ class _Trace(TorchDispatchMode):
                 missing.append(f"{slot.name}{gap}")
         if missing:
             raise PlanError(f"the loader leaves {len(missing)} parameters unloaded, or parts of them: {'; '.join(missing[:5])}")
+
+
+@contextlib.contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """What the loader gives to a pool of threads is done at once: only what this thread does is watched."""
+    with _one_at_a_time:
+        me, submit = threading.get_ident(), ThreadPoolExecutor.submit
+
+        def done(pool: ThreadPoolExecutor, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if threading.get_ident() != me:
+                return submit(pool, task, *args, **kwargs)
+            future: Future[Any] = Future()
+            try:
+                future.set_result(task(*args, **kwargs))
+            except Exception as e:
+                future.set_exception(e)
+            return future
+
+        ThreadPoolExecutor.submit = done  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
 
 def _storage(tensor: torch.Tensor) -> int:

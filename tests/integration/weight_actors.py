@@ -71,14 +71,21 @@ class _Rank:
 
     def kill_at(self, step: str, group) -> None:
         """Has the group's coordinator killed when this one is told to do that step."""
+        self._once_at(step, lambda: ray.kill(group._handle, no_restart=False))
+
+    def kill_other_at(self, step: str, actor) -> None:
+        """Has another member killed when this one is told to do that step."""
+        self._once_at(step, lambda: ray.kill(actor))
+
+    def _once_at(self, step: str, before) -> None:
         do = getattr(self.member, f"do_{step}")
 
-        def killing(command):
+        def first(command):
             setattr(self.member, f"do_{step}", do)
-            ray.kill(group._handle, no_restart=False)
+            before()
             return do(command)
 
-        setattr(self.member, f"do_{step}", killing)
+        setattr(self.member, f"do_{step}", first)
 
     def fail_at(self, step: str, times: int = 1) -> None:
         """Has it fail at that step so many times."""

@@ -44,7 +44,8 @@ class Memory:
         self.most = 0
         """Bytes that were there at one time."""
         self.spoil: Callable[[str, np.ndarray], None] = lambda note, data: None
-        """Gets what comes in, before anybody reads it: "weights, version 3", "unit"."""
+        """Gets what comes in, before anybody reads it: "weights, version 3", "weights, 2 to 3", "unit"; and "received" for each
+        receiver of a broadcast."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -87,34 +88,36 @@ class Memory:
 
 
 class _Work:
-    def __init__(self, sent: list[torch.Tensor], number: int, tensor: torch.Tensor) -> None:
-        self._sent, self._number, self._tensor = sent, number, tensor
+    def __init__(self, sent: list[torch.Tensor], number: int, tensor: torch.Tensor, memory: Memory) -> None:
+        self._sent, self._number, self._tensor, self._memory = sent, number, tensor, memory
 
     def is_completed(self) -> bool:
         return len(self._sent) > self._number
 
     def wait(self) -> None:
         self._tensor.copy_(self._sent[self._number])
+        self._memory.spoil("received", self._tensor.numpy())
 
 
 class _Rings:
     """In place of Gloo."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self.sent: dict[tuple[str, int], list[torch.Tensor]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, meeting: Meeting, owner: int, rank: int, size: int, *_: Any) -> _Ring:
         with self._lock:
-            return _Ring(self.sent.setdefault((meeting.tag, owner), []), rank)
+            return _Ring(self.sent.setdefault((meeting.tag, owner), []), rank, self.memory)
 
 
 class _Ring:
-    def __init__(self, sent: list[torch.Tensor], rank: int) -> None:
-        self._sent, self._rank, self._number = sent, rank, 0
+    def __init__(self, sent: list[torch.Tensor], rank: int, memory: Memory) -> None:
+        self._sent, self._rank, self._memory, self._number = sent, rank, memory, 0
 
     def start(self, tensor: torch.Tensor) -> _Work:
-        work = _Work(self._sent, self._number, tensor)
+        work = _Work(self._sent, self._number, tensor, self._memory)
         if self._rank == 0:
             self._sent.append(tensor.clone())
         self._number += 1
@@ -128,7 +131,13 @@ class Group:
     """With the methods of `WeightSyncGroup`. To be used in a `with`, one at a time."""
 
     def __init__(
-        self, *, mode: str = "auto", bucket_bytes: int = 64 << 20, liveness_s: float = 60.0, ignore: tuple[str, ...] = (), verify: bool = True
+        self,
+        *,
+        mode: str = "auto",
+        bucket_bytes: int = 64 << 20,
+        liveness_s: float = 60.0,
+        ignore: tuple[str, ...] = (),
+        verify: bool = True,
     ) -> None:
         self.memory = Memory()
         self.members: list[Agent] = []
@@ -146,11 +155,11 @@ class Group:
             _internal_kv_get=lambda key, namespace: self._kept.get(key),
             _internal_kv_put=lambda key, value, overwrite, namespace: self._kept.update({key: value}),
         )
-        rings = _Rings()
+        rings = _Rings(self.memory)
         for patch in (
             *(mock.patch.object(blobs, name, getattr(self.memory, name)) for name in ("write", "gather", "view", "drop")),
             mock.patch.object(coordinator, "internal_kv", keep),
-            mock.patch.object(coordinator, "_is_over", lambda job: False),
+            mock.patch.object(coordinator, "_is_over", return_value=False),
             mock.patch.object(Agent, "call", _call),
             *(mock.patch.object(module, "this_member", _this_member) for module in (trainer, engine)),
             *(mock.patch.object(module, "Ring", rings) for module in (trainer, engine)),

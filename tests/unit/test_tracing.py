@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -213,6 +215,43 @@ def test_buffers_are_loaded_too():
                 self.get_buffer(name).copy_(tensor)
 
     assert [f.buffer for f in TracedTarget(Biased(), metas_of(whole(bias=(4,)))).fragments()] == ["bias"]
+
+
+def test_a_loader_with_threads():
+    def load(weights):
+        with ThreadPoolExecutor(2) as pool:
+            tasks = [pool.submit(module.get_parameter(name).data.copy_, tensor) for name, tensor in weights]
+            tasks += [pool.submit(module.b.data.neg)]
+            for task in tasks:
+                task.result()
+
+    module = torch.nn.Module()
+    module.a, module.b = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
+    submit = ThreadPoolExecutor.submit
+    assert len(TracedTarget(module, metas_of(whole(a=(2,), b=(3,))), load).fragments()) == 2
+    with pytest.raises(PlanError, match="a: a part of shape"):
+        TracedTarget(module, metas_of(whole(a=(3,))), load)
+    assert ThreadPoolExecutor.submit is submit
+
+
+def test_a_thread_of_its_own_is_not_watched():
+    def copy(tensor):
+        try:
+            module.w.data.copy_(tensor.t())
+        except NotImplementedError as e:  # there is no memory to copy from
+            errors.append(e)
+
+    def load(weights):
+        for _, tensor in weights:
+            thread = threading.Thread(target=copy, args=[tensor])
+            thread.start()
+            thread.join()
+
+    errors: list[Exception] = []
+    module = Loads(None, 4, 6)
+    with pytest.raises(PlanError, match="leaves 1 parameters unloaded"):
+        TracedTarget(module, metas_of(whole(t=(6, 4))), load)
+    assert errors and (module.w == 7).all()
 
 
 def test_a_given_loader():
