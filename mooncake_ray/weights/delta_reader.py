@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
 from mooncake_ray.errors import (
     ChecksumError,
@@ -233,13 +232,17 @@ class DeltaReader:
 
     def _apply(self, patches: dict[str, Patch], layout: _Layout) -> int:
         """All of them, or none. Returns how many elements changed."""
-        tensors = dict(enumerate(views(self._placement, self._shard.buffers())))
+        boxes = {rank: layout.boxes(rank, patch) for rank, patch in patches.items()}
+        which = np.unique(np.concatenate([np.zeros(0, np.int64), *(fragments for fragments, _ in boxes.values())]))
+        tensors = dict(zip(which.tolist(), views(_part(self._placement, which), self._shard.buffers()), strict=True))
         held, self.version = self.version, None
         done: list[tuple[Patch, Regions, list[patching.Part]]] = []
         changed = 0
         try:
             for rank, patch in patches.items():
-                job = patch, layout.regions[rank], layout.boxes(rank, patch, tensors)
+                rows = zip(*(a.tolist() for a in boxes[rank]), strict=True)
+                parts = [patching.Part(region, bits(tensors[f]), self._placement.lo[f].tolist()) for f, region in rows]
+                job = patch, layout.regions[rank], parts
                 changed += sum(c.changed for c in patching.apply(*job))
                 done.append(job)
         except MooncakeRayError:
@@ -289,12 +292,17 @@ class _Layout:
         fragments, regions = self._pairs[rank]
         return regions, self._lo[fragments], self._hi[fragments]
 
-    def boxes(self, rank: str, patch: Patch, tensors: dict[int, torch.Tensor]) -> list[patching.Part]:
-        """The shard's boxes in regions that a patch changes."""
+    def boxes(self, rank: str, patch: Patch) -> tuple[np.ndarray, np.ndarray]:
+        """(fragment, region) of the shard's boxes in regions that a patch changes."""
         fragments, regions = self._pairs[rank]
         changed = np.flatnonzero(patch.touched[regions])
-        rows = zip(fragments[changed].tolist(), regions[changed].tolist(), strict=True)
-        return [patching.Part(r, bits(tensors[f]), tuple(self.placement.lo[f].tolist())) for f, r in rows]
+        return fragments[changed], regions[changed]
+
+
+def _part(p: Placement, which: np.ndarray) -> Placement:
+    """Some of the fragments."""
+    arrays = (a[which] for a in (p.tensor, p.rank, p.lo, p.hi, p.buffer, p.offset, p.strides))
+    return Placement(p.metas, p.ranks, p.buffers, *arrays)
 
 
 def _places(placement: Placement) -> np.ndarray:

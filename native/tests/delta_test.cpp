@@ -369,8 +369,10 @@ TEST(objects_and_boxes) {
     Bytes returns = exactly(back.nbytes);
     back.write(bytes_of(returns));
     std::vector<Chain> chains;
-    for (size_t i = 0; i < parts.size(); ++i)
-      chains.push_back({{parts[i], {returns.data() + back.segments[i].offset, back.segments[i]}}, nullptr, regions[parts[i].segment.region].index.log, {}});
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const Part second{returns.data() + back.segments[i].offset, back.segments[i]};
+      chains.push_back({{parts[i], second}, nullptr, regions[second.segment.region].index.log, {}});
+    }
     std::vector<size_t> bad;
     CHECK(merge(chains, bad).segments.empty());
     CHECK(bad.empty());

@@ -121,7 +121,7 @@ def test_what_is_read_is_what_was_asked_for(data, bucket_bytes):
     with mock.patch.object(division, "_LEAST_PIECE", data.draw(st.sampled_from([1, 8, 4096]))):
         publication = publish_plan(source, topology=topology, target=hint, bucket_bytes=bucket_bytes)
         target = divide(target, data.draw(st.integers(1, 400)), data.draw(st.sampled_from([None, publication])))
-    assert publication.load.sum() == sum(m.nbytes for m in metas)
+    assert publication.load.sum() == sum(m.nbytes for m in metas) and np.all(publication.nbytes > 0)
     delivery = deliver_plan(publication, target, topology=topology)
     units = delivered(publication, delivery, published(publication, source, tensors))
     got = {rank: set(delivery.units_of(rank).tolist()) for rank in delivery.ranks}
@@ -377,6 +377,7 @@ def test_rows_are_not_read_bit_by_bit(source, target):
         for box in np.flatnonzero(delivery.unit == u):
             there = data[delivery.offset[box] :][: delivery.nbytes[box]]
             assert np.array_equal(there, part(tensors["m"], delivery.lo[box], delivery.hi[box]))
+    assert np.all(publication.nbytes > 0) and np.all(delivery.nbytes > 0)
     # Without the hints it is right as well, but takes a run a row.
     publication = publish_plan(source)
     delivery = deliver_plan(publication, target)
