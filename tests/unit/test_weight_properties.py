@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from local_group import Group
-from weight_models import Part, Weights, examples, layouts, models
+from weight_models import Part, Weights, layouts, models
 
 from mooncake_ray.errors import ChecksumError, DeltaBaseError
 
@@ -20,7 +20,7 @@ MODES = ("p2p", "nccl", "delta", "auto")
 
 def tries(n: int) -> settings:
     return settings(
-        max_examples=examples(n),
+        max_examples=n,
         deadline=None,
         phases=set(Phase) - {Phase.explain},  # takes minutes here, and explains little
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
