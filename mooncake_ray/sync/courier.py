@@ -23,7 +23,7 @@ from mooncake_ray.errors import (
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
 from mooncake_ray.sync.messages import GivenUpError, Manifest, Member, Published
-from mooncake_ray.sync.plans import Plans, Route, check
+from mooncake_ray.sync.plans import Origin, Plans, Route, check
 from mooncake_ray.sync.report import SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
 from mooncake_ray.transfer.deadline import Deadline
@@ -65,7 +65,7 @@ class Courier:
         Raises:
             WeightSyncError: one could not; none has kept anything of it.
         """
-        origin, plan = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
+        origin, plan = await self._origin(trainers)
         publication = origin.publication
         what = {"version": version, "operation": operation, "plan": plan, "digest": publication.digest, "delta": delta}
         values, errors = await self._mail.ask(trainers.members, epoch, "publish", _left(deadline, "publishing"), lambda _: what)
@@ -84,8 +84,12 @@ class Courier:
         if len(parts) != trainers.world or len(same) != 1:
             return None
         version, plan = same.pop()
-        origin, _ = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
+        origin, _ = self._plans.known(plan) or await self._origin(trainers)
         return manifest_of(version, origin.publication, parts) if origin.publication.digest == plan else None
+
+    async def _origin(self, trainers: Unit) -> tuple[Origin, Blob]:
+        targets = [e.placement for e in self._roster.engines.values() if e.whole]
+        return await _in_thread(self._plans.origin, trainers.placement, trainers.hosts, targets)
 
     # ---- delivering
 
@@ -100,9 +104,9 @@ class Courier:
         trainers = self._roster.trainers
         if trainers is None or not trainers.whole:
             raise SyncAbortedError(f"version {manifest.version}: the trainers that published it are gone")
-        origin, plan = await _in_thread(self._plans.origin, trainers.placement, trainers.hosts)
-        if origin.publication.digest != manifest.plan:
-            raise StaleVersionError(f"version {manifest.version} was published by trainers of another layout")
+        if (found := self._plans.known(manifest.plan)) is None:
+            raise StaleVersionError(f"version {manifest.version} was published by a plan that is not known any more")
+        origin, plan = found
         engine_of = {m: e for e in engines for m in e.members}
 
         def give_up() -> None:

@@ -17,7 +17,7 @@ from mooncake_ray.weights.plan import Delivery, Publication, Topology, deliver_p
 __all__ = ["Origin", "Plans", "Route", "check", "load"]
 
 _ROOM_S = 60.0
-_MOST = 8  # deliveries that are kept
+_MOST = 8  # of each kind that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,23 +66,40 @@ def _spans(joined: Placement) -> dict[str, tuple[int, int]]:
     return {rank: (ends[i], ends[i + 1]) for i, rank in enumerate(joined.ranks)}
 
 
+def _layout(placement: Placement) -> str:
+    """What an engine's ranks want, whatever they are called."""
+    return replace(placement, ranks=tuple(str(i) for i in range(len(placement.ranks)))).digest
+
+
 class Plans:
     """Makes each once. Used by one thread at a time."""
 
     def __init__(self, bucket_bytes: int, ignore: Collection[str]) -> None:
         self._bucket_bytes, self._ignore = bucket_bytes, ignore
-        self._origin: tuple[tuple[str, str], Origin, Blob] | None = None
+        self._origins: dict[tuple[str, ...], tuple[Origin, Blob]] = {}
         self._routes: dict[tuple[str, ...], tuple[Route, Blob]] = {}
 
-    def origin(self, source: Placement, hosts: Mapping[str, str]) -> tuple[Origin, Blob]:
-        """`hosts`: of the ranks."""
-        key = (source.digest, repr(sorted(hosts.items())))
-        if self._origin is None or self._origin[0] != key:
-            origin = Origin(publish_plan(source, topology=Topology(hosts), bucket_bytes=self._bucket_bytes), _spans(source))
-            if self._origin is not None:
-                blobs.drop([self._origin[2]])
-            self._origin = (key, origin, _stored(origin))
-        return self._origin[1:]
+    def origin(self, source: Placement, hosts: Mapping[str, str], targets: Sequence[Placement]) -> tuple[Origin, Blob]:
+        """How to publish, so that it is cut where those who are going to want it cut. The same for the same layouts, whoever has them.
+
+        Args:
+            hosts: Of the source's ranks.
+            targets: Of the engines that there are.
+        """
+        layouts = {_layout(target): target for target in targets}
+        key = (source.digest, repr(sorted(hosts.items())), *sorted(layouts))
+        if key not in self._origins:
+            wanted = Placement.join([layouts[name] for name in sorted(layouts)]) if layouts else None
+            plan = publish_plan(source, topology=Topology(hosts), target=wanted, bucket_bytes=self._bucket_bytes)
+            origin = Origin(plan, _spans(source))
+            while len(self._origins) >= _MOST:
+                blobs.drop([self._origins.pop(next(iter(self._origins)))[1]])
+            self._origins[key] = origin, _stored(origin)
+        return self._origins[key]
+
+    def known(self, digest: str) -> tuple[Origin, Blob] | None:
+        """The one whose publication has that digest."""
+        return next((found for found in self._origins.values() if found[0].publication.digest == digest), None)
 
     def route(
         self, publication: Publication, targets: Sequence[Placement], hosts: Mapping[str, str], aliases: Collection[str]
