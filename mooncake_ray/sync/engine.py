@@ -36,7 +36,7 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("mooncake_ray")
 
-_UNITS_AT_ONCE = 4
+_LEADS, _FOLLOWS = 4, 2  # units at once
 _LOOK_S = 0.2  # how soon an update that was given up is noticed
 
 
@@ -47,8 +47,10 @@ class _Staged:
     epoch: int
     version: int
     route: Route
+    boxes: np.ndarray
+    """int64: this rank's, rising."""
     digests: np.ndarray
-    """uint64: of this rank's boxes."""
+    """uint64: of these."""
     changes: Changes | None = None
     """Instead of units."""
     made: list[Blob] = field(default_factory=list)
@@ -108,7 +110,7 @@ class Engine(Agent):
         origin = self._plan(command.arguments["origin"], manifest.plan, Origin)
         route = self._plan(command.arguments["route"], command.arguments["digest"], Route)
         boxes = route.boxes(self.member.name)
-        staged = self._staged = _Staged(command.epoch, manifest.version, route, np.zeros(len(boxes), np.uint64))
+        staged = self._staged = _Staged(command.epoch, manifest.version, route, boxes, np.zeros(len(boxes), np.uint64))
         if (patches := command.arguments["patches"]) is not None:
             self._fetch(staged, origin, patches, boxes)
         elif (meeting := command.arguments.get("meeting")) is not None:
@@ -117,11 +119,14 @@ class Engine(Agent):
             self._pull(staged, origin, manifest, deadline)
         with self._told:
             self._leaders = {key: blob for key, blob in self._leaders.items() if key[0] > command.epoch}
-        if staged.changes is None:
-            for unit, data in staged.units.items():
-                of = np.flatnonzero(route.delivery.unit[boxes] == unit)
-                staged.digests[of] = regions_of(origin.publication, route.delivery, boxes[of]).digests(data)
         return staged.digests
+
+    def _take(self, staged: _Staged, origin: Origin, unit: int, data: np.ndarray) -> None:
+        """A unit is here."""
+        boxes, delivery = staged.boxes, staged.route.delivery
+        of = np.flatnonzero(delivery.unit[boxes] == unit)
+        staged.digests[of] = regions_of(origin.publication, delivery, boxes[of]).digests(data)
+        staged.units[unit] = data
 
     def _fetch(self, staged: _Staged, origin: Origin, patches: Mapping[int, Blob], boxes: np.ndarray) -> None:
         """Mode `delta`: gets what changed, and works out what the digests are going to be."""
@@ -145,30 +150,30 @@ class Engine(Agent):
         """Mode `p2p`: reads its regions from the trainers' nodes, and what others lead from theirs."""
         delivery = staged.route.delivery
         me = delivery.ranks.index(self.member.name)
-        units = delivery.units_of(self.member.name).tolist()
-        led = [u for u in units if delivery.leader[u] == me]
-        with concurrent.futures.ThreadPoolExecutor(_UNITS_AT_ONCE, "mooncake_ray.units") as threads:
-            leading = [threads.submit(self._lead, staged, origin, manifest, unit, deadline) for unit in led]
-            try:
-                for unit in units:
-                    if delivery.leader[unit] != me:
-                        self._follow(staged, origin, manifest, unit, deadline)
-                for lead in leading:
-                    lead.result()
-            except BaseException:
-                for lead in leading:
-                    lead.cancel()
-                raise
+        pools = [
+            concurrent.futures.ThreadPoolExecutor(n, "mooncake_ray.units") for n in (_LEADS, _FOLLOWS)
+        ]  # leads must not wait for others
+        try:
+            doing = []
+            for unit in delivery.units_of(self.member.name).tolist():
+                leads = delivery.leader[unit] == me
+                doing.append(pools[not leads].submit(self._lead if leads else self._follow, staged, origin, manifest, unit, deadline))
+            for one in concurrent.futures.as_completed(doing):
+                one.result()
+        finally:
+            for threads in pools:
+                threads.shutdown(cancel_futures=True)
 
     def _receive(self, staged: _Staged, origin: Origin, meeting: Meeting, seat: int, deadline: Deadline) -> None:
         """Mode `nccl`: takes what it wants of everything that is broadcast."""
         publication, delivery = origin.publication, staged.route.delivery
+        units: dict[int, np.ndarray] = {}
         wanted: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # by object: where to, and the runs
         for unit in delivery.units_of(self.member.name).tolist():
             reads = lower(publication, delivery, unit)
-            staged.units[unit] = np.empty(int(delivery.unit_nbytes[unit]), np.uint8)
+            units[unit] = np.empty(int(delivery.unit_nbytes[unit]), np.uint8)
             for number, runs in by_object(reads):
-                wanted.setdefault(number, []).append((staged.units[unit], runs))
+                wanted.setdefault(number, []).append((units[unit], runs))
         order = broadcast_order(publication)
         owners = sorted(set(publication.objects[:, 0].tolist()))
         device = self._device
@@ -185,6 +190,8 @@ class Engine(Agent):
         finally:
             for ring in rings:
                 ring.close()
+        for unit, data in units.items():
+            self._take(staged, origin, unit, data)
 
     @property
     def _device(self) -> torch.device:
@@ -215,7 +222,7 @@ class Engine(Agent):
             self._digests = None
             raise
         first, last = staged.route.spans[self.member.name]
-        own = np.searchsorted(staged.route.boxes(self.member.name), staged.route.delivery.box_of[first:last])
+        own = np.searchsorted(staged.boxes, staged.route.delivery.box_of[first:last])
         self._digests = staged.version, staged.digests[own]
         return time.monotonic() - self._paused
 
@@ -233,6 +240,7 @@ class Engine(Agent):
         blob = self._gathered(staged, origin, manifest, unit, deadline)
         if len(staged.route.delivery.members(unit)) > 1:
             self.call("staged", self.member.id, staged.epoch, unit, blob)
+        self._take(staged, origin, unit, blobs.view(blob))
 
     def _gathered(self, staged: _Staged, origin: Origin, manifest: Manifest, unit: int, deadline: Deadline) -> Blob:
         self.check(staged.epoch)
@@ -241,7 +249,6 @@ class Engine(Agent):
         nbytes = int(staged.route.delivery.unit_nbytes[unit])
         blob = blobs.gather(parts, nbytes, timeout_s=deadline.left(f"unit {unit}"))
         staged.made.append(blob)
-        staged.units[unit] = blobs.view(blob)
         return blob
 
     def _follow(self, staged: _Staged, origin: Origin, manifest: Manifest, unit: int, deadline: Deadline) -> None:
@@ -249,12 +256,12 @@ class Engine(Agent):
         why: object = "it died"
         if (blob := self._led(staged.epoch, unit, deadline)) is not None:
             try:
-                staged.units[unit] = blobs.view(blob)
+                self._take(staged, origin, unit, blobs.view(blob))
                 return
             except MooncakeRayError as e:
                 why = e
         logger.warning("mooncake_ray: %s gets unit %d from the trainers, not from its leader: %s", self.member, unit, why)
-        self._gathered(staged, origin, manifest, unit, deadline)
+        self._take(staged, origin, unit, blobs.view(self._gathered(staged, origin, manifest, unit, deadline)))
 
     def _led(self, epoch: int, unit: int, deadline: Deadline) -> Blob | None:
         """Where the leader of a unit has it. None: it will not."""
