@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
+.PHONY: help setup demo test python-test test-all test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,6 +27,13 @@ python-test: $(STAMP)
 
 test-all: $(STAMP) native-test ## The slow ones too
 	$(BIN)/python -m pytest -q
+
+test-long: $(STAMP) ## Ten times as many random models, layouts and plans of weights (TIMES=10)
+	MOONCAKE_EXAMPLES=$(or $(TIMES),10) $(BIN)/python -m pytest -q --timeout 3600 $(WEIGHT_PROPERTIES)
+
+# What draws models, layouts, plans, patches and logs at random.
+WEIGHT_PROPERTIES = $(addprefix tests/unit/test_,$(addsuffix .py,weight_properties plan described served_plans serving_layouts \
+	tracing strided sources megatron_source digest patches delta_log snapshots))
 
 oracle: $(STAMP) ## Every oracle case, also with the decorator in place of install()
 	ORACLE_SUBJECT="pool decorated" $(BIN)/python -m pytest -q tests/integration/test_oracle.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import secrets
 import select
 import signal
@@ -38,6 +39,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports made needs no looking at in the collections of every test: they are most of its time otherwise."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`MOONCAKE_EXAMPLES`: how many times as many random examples each test tries as it does by itself."""
+    times = float(os.environ.get("MOONCAKE_EXAMPLES", "1"))
+    if times == 1:
+        return
+    from hypothesis import settings
+
+    for test in {item.function for item in items if hasattr(item, "function")}:
+        own = getattr(test, "_hypothesis_internal_use_settings", None)
+        if own is not None:
+            test._hypothesis_internal_use_settings = settings(own, max_examples=max(1, int(own.max_examples * times)))
 
 
 class Scope:

@@ -189,8 +189,10 @@ class Courier:
         said = {"meeting": meeting, "version": what["manifest"].version, "receivers": len(ranks)}
         left = _left(deadline, "the broadcast")
         (_, failed), (prepared, errors) = await asyncio.gather(
-            self._mail.ask(trainers.members, epoch, "broadcast", left, lambda _: said, give_up),
-            self._mail.ask(engines, epoch, "stage", left, lambda m: what | {"meeting": meeting, "seat": ranks.index(m.name)}, give_up),
+            self._mail.ask(trainers.members, epoch, "broadcast", left, lambda _: said, give_up, True),
+            self._mail.ask(
+                engines, epoch, "stage", left, lambda m: what | {"meeting": meeting, "seat": ranks.index(m.name)}, give_up, True
+            ),
         )
         return prepared, failed | errors
 

@@ -81,11 +81,13 @@ class Mailbox:
         timeout_s: float,
         arguments: Callable[[Member], Mapping[str, Any]] = lambda _: {},
         on_error: Callable[[], None] | None = None,
+        together: bool = False,
     ) -> tuple[dict[Member, Any], dict[Member, WeightSyncError]]:
         """Has all of them do something. Returns what those answered who did, and the errors of the others, of whatever kind.
 
         Args:
             on_error: Called once when one could not (and not if it is gone): to have the others give up, say, who are waited for.
+            together: They need all of them: `on_error` is called if one is gone, too.
         """
         futures: dict[Member, asyncio.Future[Any]] = {}
         values: dict[Member, Any] = {}
@@ -99,11 +101,18 @@ class Mailbox:
             numbers[member] = next(self._numbers)
             futures[member] = box.waiting[numbers[member]] = asyncio.get_running_loop().create_future()
             self._put(member, Command(numbers[member], epoch, what, timeout_s, arguments(member)))
+
+        def spoils(error: BaseException | None) -> bool:
+            return error is not None and (together or not isinstance(error, MemberLostError))
+
+        if on_error is not None and any(map(spoils, errors.values())):
+            on_error()
+            on_error = None
         loop = asyncio.get_running_loop()
         end, waiting = loop.time() + timeout_s, set(futures.values())
         while waiting and (left := end - loop.time()) > 0:
             done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
-            if on_error is not None and any(f.exception() is not None and not isinstance(f.exception(), MemberLostError) for f in done):
+            if on_error is not None and any(spoils(f.exception()) for f in done):
                 on_error()
                 on_error = None
         for member, future in futures.items():

@@ -192,7 +192,7 @@ class DeltaLog:
         index = self.index()
         if index.newest is not None and version <= index.newest:
             raise StaleVersionError(f"there is version {index.newest} in {self.directory} already, and it is asked to write {version}")
-        (self.directory / DELTAS).mkdir(parents=True, exist_ok=True)
+        self._files.make_directories(self.directory / DELTAS)
         self._last = None  # as ranks will not have it any more
         base = self._baseline[0] if self._baseline is not None and self._baseline[1] == publication.digest else None
         attempt = attempt or uuid.uuid4().hex[:12]

@@ -83,6 +83,14 @@ class Files:
             os.close(file)
         self.rename(unfinished, path)
 
+    def make_directories(self, path: Path) -> None:
+        """A directory, and those that it is in, if they are not there; for good."""
+        missing = [p for p in (path, *path.parents) if not p.exists()]
+        for new in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another process has just made it
+                self.make_directory(new)
+            self.sync_directory(new.parent)
+
     def remove_tree(self, path: Path) -> None:
         """A directory and the files in it. Others may be removing it, too."""
         with contextlib.suppress(FileNotFoundError):

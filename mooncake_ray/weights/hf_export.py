@@ -44,7 +44,7 @@ def export_hf(snapshot: Stored, directory: str | os.PathLike[str], max_shard_byt
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     target, files = Path(directory), Files(fsync)
-    target.mkdir(parents=True, exist_ok=True)
+    files.make_directories(target)
     if there := sorted(p.name for p in target.iterdir() if p.name == _INDEX or (p.name.startswith("model") and p.suffix == ".safetensors")):
         raise ConfigError(f"{target} has weights already: {', '.join(there[:5])}")
     wholes = _Wholes(snapshot)

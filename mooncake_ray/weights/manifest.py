@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ class Manifest:
                 "version": self.version,
                 "publication": self.publication,
                 "block_bytes": BLOCK_BYTES,
-                "tensors": [asdict(m) for m in self.metas],
+                "tensors": [{"name": m.name, "dtype": m.dtype, "shape": m.shape} for m in self.metas],
                 "parts": [p.to_json() for p in self.parts],
                 "extra": self.extra,
             }

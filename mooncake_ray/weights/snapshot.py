@@ -82,7 +82,7 @@ class SnapshotStore:
         if attempt is not None and not _NAME.match(attempt):
             raise ConfigError(f"an attempt is named by letters, digits, '.', '_' and '-', not {attempt!r}")
         self._refuse_stale(version)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self._files.make_directories(self.directory)
         return Draft(self.directory, self._files, publication, version, attempt or uuid.uuid4().hex)
 
     def commit(self, draft: Draft, extra: Mapping[str, Any] | None = None) -> None:

@@ -29,6 +29,7 @@ from mooncake_ray.sync.coordinator import Coordinator, Settings
 from mooncake_ray.sync.member import MEMBER_CALL_S, Agent
 from mooncake_ray.sync.messages import Member
 from mooncake_ray.sync.report import GroupStatus, SyncReport
+from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.shard import Shard
 
 S = 30.0
@@ -105,9 +106,20 @@ class _Rings:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.sent: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._here: dict[tuple[str, int], set[int]] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, meeting: Meeting, owner: int, rank: int, size: int, *_: Any) -> _Ring:
+    def __call__(
+        self, meeting: Meeting, owner: int, rank: int, size: int, host: str, device: Any, deadline: Deadline, check: Callable[[], None]
+    ) -> _Ring:
+        with self._lock:
+            here = self._here.setdefault((meeting.tag, owner), set())
+            here.add(rank)
+        while len(here) < size:
+            check()
+            if deadline.over:
+                raise SyncTimeoutError(f"{size} ranks have not met")
+            time.sleep(_LOOK_S)
         with self._lock:
             return _Ring(self.sent.setdefault((meeting.tag, owner), []), rank, self.memory)
 

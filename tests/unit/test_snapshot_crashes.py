@@ -204,6 +204,18 @@ class Disk:
             self._write(inner, to / name, eager)
 
 
+def test_the_first_version_survives_a_power_cut(tmp_path):
+    """So does the directory that it made the store in."""
+    root = tmp_path / "root"
+    root.mkdir()
+    disk, recorder = Disk(root), Recorder(root)
+    SnapshotStore(root / "runs" / "store", files=recorder).save(1, halves(model(1)))
+    for entry in recorder.log:
+        disk.do(*entry)
+    disk.after_cut(tmp_path / "cut", eager=False)
+    assert same(whole(SnapshotStore(tmp_path / "cut" / "runs" / "store")), model(1))
+
+
 def test_a_power_cut_at_every_step(tmp_path):
     """The worst that a file system may do with what was not synced: before and after each step."""
     directory = tmp_path / "store"

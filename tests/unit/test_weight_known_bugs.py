@@ -298,7 +298,12 @@ def test_verl_omni_433_a_dead_engine_is_no_success(group, mode):
     group.sync(mode=mode)
     job.train(1)
     victim = job.engines[1][1]
-    once(victim, "stage", lambda: group.drop(victim))
+
+    def die() -> None:
+        group.drop(victim)
+        raise RuntimeError("dead")
+
+    once(victim, "stage", die)
     report = group.sync(mode=mode)
     assert report.engines == ["e0"] and list(report.lost) == ["e1"]
     assert group.versions().get("e1", -1) == -1 and job.has(1, 0)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from local_group import Group
-from weight_models import Part, Weights, examples, layouts, models
+from weight_models import Part, Weights, layouts, models
 
 from mooncake_ray.errors import ChecksumError, DeltaBaseError
 
@@ -20,7 +20,7 @@ MODES = ("p2p", "nccl", "delta", "auto")
 
 def tries(n: int) -> settings:
     return settings(
-        max_examples=examples(n),
+        max_examples=n,
         deadline=None,
         phases=set(Phase) - {Phase.explain},  # takes minutes here, and explains little
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -122,8 +122,8 @@ def flipped(rng: random.Random, notes: tuple[str, ...]):
 
 
 @tries(80)
-@given(st.data(), st.sampled_from(("p2p", "nccl", "delta")), st.randoms(use_true_random=False), st.sampled_from(("some", "all")))
-def test_a_flipped_bit_is_found_and_nothing_has_changed(data, mode, rng, change):
+@given(st.data(), st.sampled_from(("p2p", "nccl", "delta")), st.integers(0, 2**32 - 1), st.sampled_from(("some", "all")))
+def test_a_flipped_bit_is_found_and_nothing_has_changed(data, mode, seed, change):
     """Of what was read, broadcast or sent as a patch. Where nobody looks, between two boxes say, it does not matter."""
     with Group() as group:
         setup = Setup(data, group, most=3)
@@ -132,7 +132,7 @@ def test_a_flipped_bit_is_found_and_nothing_has_changed(data, mode, rng, change)
         group.sync()
         before = {part: part.snapshot() for parts in setup.served.values() for part in parts}
         setup.change(change)
-        group.memory.spoil = flipped(rng, ("unit", "received", "weights, 0 to 1"))
+        group.memory.spoil = flipped(random.Random(seed), ("unit", "received", "weights, 0 to 1"))
         try:
             group.sync(mode=mode)
         except ChecksumError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,14 +15,8 @@ from hypothesis import strategies as st
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.source import StateDictSource
 
-EXAMPLES = float(os.environ.get("MOONCAKE_EXAMPLES", "1"))
-"""How many times as many examples of weights are tried."""
 GUARD = 0x5A  # what is in memory that belongs to no weight
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def examples(n: int) -> int:
-    return max(1, int(n * EXAMPLES))
 
 
 @dataclass(frozen=True)
