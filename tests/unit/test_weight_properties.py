@@ -176,3 +176,33 @@ def test_a_patch_against_another_version_is_refused_and_nothing_has_changed(data
         del engine.do_stage
         group.sync()
         setup.check(2)
+
+
+@tries(30)
+@given(st.data(), st.sampled_from(("p2p", "nccl", "delta")), st.integers(0, 2**32 - 1))
+def test_ranks_that_want_the_same_and_have_something_else_are_found(data, mode, seed):
+    rng = random.Random(seed)
+    with Group() as group:
+        setup = Setup(data, group, most=3)
+        setup.join(disjoint=True)
+        group.sync()
+        victim = rng.choice([m for m in group.members if m.member.role == "engine"])
+        stage = victim.do_stage
+
+        def with_something_else(command):
+            digests = stage(command).copy()
+            if len(digests):
+                digests[rng.randrange(len(digests))] ^= np.uint64(1 + rng.randrange(2**63))
+            return digests
+
+        victim.do_stage = with_something_else
+        before = {part: part.snapshot() for part in setup.served["e0"]}
+        setup.change("some")
+        if not any(part.numel() for part in setup.served["e0"][victim.member.rank].views.values()):
+            return  # it wants nothing
+        with pytest.raises(ChecksumError, match=r"has other bytes than another rank|what arrived is not what was published"):
+            group.sync(mode=mode)
+        assert group.versions() == {"e0": 0} and all(part.is_as(was) for part, was in before.items())
+        del victim.do_stage
+        group.sync(mode=mode)
+        setup.check(1)
