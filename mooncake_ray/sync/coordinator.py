@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from mooncake_ray.sync.choice import check as check_mode
 from mooncake_ray.sync.courier import Courier
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
 from mooncake_ray.sync.messages import Command, Join, Manifest, Member, Report
+from mooncake_ray.sync.offers import Offers
 from mooncake_ray.sync.plans import Plans
 from mooncake_ray.sync.report import EngineStatus, GroupStatus, SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
@@ -65,7 +65,7 @@ class Coordinator:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._key = b"sync:" + settings.name.encode()
+        self._key = f"sync:{settings.job}:{settings.name}".encode()
         self._roster, self._mail = Roster(), Mailbox()
         self._courier = Courier(self._mail, self._roster, Plans(settings.bucket_bytes, settings.ignore), settings.verify)
         self._choice = Choice(settings.mode)
@@ -78,7 +78,7 @@ class Coordinator:
         self._manifests: dict[int, Manifest] = {}
         self._updating = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self._offers: dict[int, set[int]] = {}
+        self._offers = Offers(self._wait)
         self._watcher: asyncio.Task[None] | None = None
 
     # ---- members
@@ -157,7 +157,7 @@ class Coordinator:
                     await self._catch_up()
                 if not self._heard and await _in_thread(_is_over, self._settings.job):
                     internal_kv._internal_kv_del(self._key, namespace=_SPACE)
-                    os._exit(0)
+                    await _in_thread(_end_this_actor)
             except Exception:  # Ray's control store is away for a moment, say: whoever waits has a deadline
                 logger.exception("mooncake_ray: group %s", self._settings.name)
 
@@ -193,19 +193,14 @@ class Coordinator:
         number = self._latest() + 1 if version is None else version
         if version is not None and version not in self._offers and version <= self._latest():
             raise StaleVersionError(f"version {version} is not newer than {self._latest()}, the last one of group {self._settings.name}")
-        ranks = self._offers.setdefault(number, set())
-        ranks.add(member.rank)
-        try:
-            while number not in self._manifests:
-                missing = set(range(member.world)) - ranks
-                if not missing and not self._updating.locked():
-                    async with self._updating:
-                        await self._publish(number, f"offer {number} {self._epoch}", deadline)
-                else:
-                    await self._wait(deadline, f"version {number}: trainer ranks {sorted(missing)[:5]} have not published")
-        finally:
-            self._offers.pop(number, None)
+        await self._offers.join(number, member.rank, member.world, deadline, lambda: self._publish_offered(number, deadline))
         return number
+
+    async def _publish_offered(self, version: int, deadline: Deadline) -> None:
+        async with self._updating:
+            if version not in self._manifests:
+                await self._publish(version, f"offer {version} {self._epoch}", deadline)
+        await self._notify()
 
     @ray.method(max_task_retries=-1)
     async def sync(self, version: int | None, operation: str, mode: str, timeout_s: float) -> SyncReport:
@@ -387,6 +382,10 @@ async def _in_thread(function: Any, *arguments: Any) -> Any:
 
 def _dead(actors: list[str]) -> list[bool]:
     return [ray_state.actors(actor).get("State") == "DEAD" for actor in actors]
+
+
+def _end_this_actor() -> None:
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def _is_over(job: str) -> bool:
