@@ -25,7 +25,7 @@ class Part:
 
     def __init__(self, layers: range, rank: int, tp: int) -> None:
         n = WIDTH // tp
-        self.cut = {name: ("down" in name, rank * n, n) for name in SHAPES if int(name.split(".")[2]) in layers}
+        self.cut = {name: (int("down" in name), rank * n, n) for name in SHAPES if int(name.split(".")[2]) in layers}
         self.tensors = {name: torch.zeros(SHAPES[name]).narrow(*cut).clone() for name, cut in self.cut.items()}
         boxes = {name: (SHAPES[name], (0, at) if dim else (at, 0)) for name, (dim, at, _) in self.cut.items()}
         self.shard = StateDictSource(self.tensors, boxes)

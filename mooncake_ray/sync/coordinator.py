@@ -253,7 +253,7 @@ class Coordinator:
             return self._operations[operation]
         latest = self._latest()
         if version is None:
-            number = latest if not fresh and latest > self._version else latest + 1
+            number = latest if not fresh and latest > self._version and self._is_held(latest) else latest + 1
         elif version > latest or version in self._manifests or (version == self._version and not fresh):
             number = version
         else:
@@ -261,6 +261,12 @@ class Coordinator:
         self._operations = dict(list(self._operations.items())[1 - _OPERATIONS :]) | {operation: number}
         self._save()
         return number
+
+    def _is_held(self, version: int) -> bool:
+        """Whether those who published that version are still there: what a trainer has published ends with it."""
+        trainers = self._roster.trainers
+        joined = () if trainers is None or not trainers.whole else trainers.joined.values()
+        return bool(joined) and all(join.published is not None and join.published.version == version for join in joined)
 
     def _save(self) -> None:
         engines = sorted({*self._roster.engines, *self._expected})

@@ -137,7 +137,9 @@ class Trainer(Agent):
 
     def do_broadcast(self, command: Command) -> None:
         """Sends what it has published to all ranks of the engines."""
-        if self._plan is None or (kept := self._kept.get(command.arguments["version"])) is None or not kept.blobs:
+        if self._plan is None or (kept := self._kept.get(command.arguments["version"])) is None:
+            raise SyncAbortedError(f"{self.member} has not published version {command.arguments['version']}")
+        if not kept.blobs:
             return
         publication, deadline = self._plan[0].publication, Deadline(command.timeout_s)
         me = publication.ranks.index(self.member.name)

@@ -332,6 +332,20 @@ def test_checkpoint_engine_38_43_a_rank_that_fails_does_not_hang_others(group, m
     assert job.has(1)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_dead_trainer_had_published_is_not_waited_for(group, mode):
+    """It is gone with it. The next version has a number of its own."""
+    job = Job(group)
+    group.sync(mode=mode)
+    job.train(1)
+    assert group.publish() == 1
+    group.drop(job.trainers[1])
+    group.trainer(job.trained[1][1], 1, 2)
+    job.train(2)
+    report = group.sync(mode=mode)
+    assert report.version == 2 and report.mode == mode and job.has(2) and group.versions() == {"e0": 2, "e1": 2}
+
+
 def test_checkpoint_engine_104_nobody_there(group):
     """checkpoint-engine#104: an empty topology, and an endless loop."""
     with pytest.raises(SyncTimeoutError, match=r"0 of . trainer ranks have joined"):
