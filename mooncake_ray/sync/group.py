@@ -26,7 +26,7 @@ __all__ = ["WeightSyncGroup"]
 
 _NAMESPACE = "mooncake_ray"
 _GRACE_S = 5.0
-_JOIN_S = 60.0
+_JOIN_S = 120.0
 _END_S = 15.0
 _PROGRESS_S = 1.0
 

@@ -11,7 +11,7 @@ import ray
 
 from mooncake_ray.errors import StaleVersionError, SyncAbortedError, SyncTimeoutError
 
-S = 60
+S = 150
 
 
 class SyncModeSuite:

@@ -20,7 +20,7 @@ def group(pool_ray):
 
 def started(kind, group, tp: int, *names: str):
     actors = [kind.remote(group, name, rank, tp) for name in names for rank in range(tp)]
-    ray.get([a.ready.remote() for a in actors], timeout=60)
+    ray.get([a.ready.remote() for a in actors], timeout=150)
     return actors
 
 
@@ -32,7 +32,7 @@ def test_every_engine_has_what_the_trainers_have(group, source, target, mode):
     engines = started(EngineRank, group, target, "e0", "e1")
     for version in range(3):
         ray.get([t.train.remote(version) for t in trainers])
-        report = group.sync(mode=mode, timeout_s=60)
+        report = group.sync(mode=mode, timeout_s=150)
         if mode == "delta":
             assert report.mode == "delta"
         assert report.version == version and not report.fallbacks and sorted(report.engines) == ["e0", "e1"] and not report.lost

@@ -32,8 +32,8 @@ def test_engines_start_from_a_snapshot(pool_ray, tmp_path):
     try:
         ranks = [SnapshotRank.remote(group, str(tmp_path), n, 2) for n in range(2)]
         engines = [EngineRank.remote(group, "e0", n, 3) for n in range(3)]
-        ray.get([a.ready.remote() for a in (*ranks, *engines)], timeout=60)
-        assert group.sync(7, timeout_s=60).version == 7
+        ray.get([a.ready.remote() for a in (*ranks, *engines)], timeout=150)
+        assert group.sync(7, timeout_s=150).version == 7
         assert all(ray.get([e.has.remote(7) for e in engines]))
     finally:
         group.shutdown()

@@ -9,7 +9,7 @@ from weight_actors import EngineRank, TrainerRank
 
 from mooncake_ray.sync.group import WeightSyncGroup
 
-S = 60
+S = 150
 
 
 class Job:
