@@ -92,6 +92,10 @@ class Engine(Agent):
         super().close()
         self._forget()
 
+    def let_go(self, epoch: int) -> None:
+        if self._staged is not None and self._staged.epoch <= epoch and not self._paused:
+            self._forget()
+
     def hear(self, command: Command) -> None:
         with self._told:
             if command.what == "unit":

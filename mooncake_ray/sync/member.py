@@ -80,6 +80,9 @@ class Agent:
     def hear(self, command: Command) -> None:
         """Something that needs no answer, while a command may be under way."""
 
+    def let_go(self, epoch: int) -> None:
+        """What there is of that update, or earlier ones, is of no use any more."""
+
     def call(self, method: str, *arguments: Any, timeout_s: float = MEMBER_CALL_S) -> Any:
         """Asks the coordinator, whichever there is, until it answers.
 
@@ -152,11 +155,14 @@ class Agent:
                     self.close()
                 elif command.what == "unit":
                     self.hear(command)
-                elif command.what != "abort":
+                else:
                     self._work.put(command)
 
     def _carry_out(self) -> None:
         while (command := self._work.get()) is not None:
+            if command.what == "abort":
+                self.let_go(command.epoch)
+                continue
             value, error = None, None
             try:
                 if command.number >= 0:  # what needs no answer is tidying up: that is never given up
