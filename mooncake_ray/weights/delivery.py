@@ -87,8 +87,8 @@ class Delivery:
         return self.sets[self.unit_set[unit]]
 
     def units_of(self, rank: str) -> np.ndarray:
-        """int64: the units that a rank is a member of, in the order in which it should get them: by bucket; those that it leads before those
-        that it gets from others; and each rank begins with another sender.
+        """int64: the units that a rank is a member of, in the order in which it should get them: those that it leads before those that it gets
+        from others; one from each sender in turn, so that all links are busy; and each rank begins with another sender.
 
         Raises:
             PlanError: no such rank.
@@ -101,7 +101,11 @@ class Delivery:
         units = np.flatnonzero(in_set[self.unit_set])
         leads = self.leader[units] == me
         turn = (np.where(leads, self.unit_source[units], self.leader[units]) - me) % max(1, len(self.ranks), self._sources)
-        return units[np.lexsort((units, turn, ~leads, self.unit_bucket[units]))]
+        of_sender = np.lexsort((units, turn, ~leads))  # one sender's after the other's, …
+        run = 2 * turn[of_sender] + leads[of_sender]
+        first = np.flatnonzero(np.append(True, run[1:] != run[:-1]))[: len(run)]
+        nth = np.arange(len(run)) - np.repeat(first, np.diff(np.append(first, len(run))))
+        return units[of_sender[np.lexsort((np.arange(len(run)), nth, ~leads[of_sender]))]]  # … and now one of each in turn
 
     @cached_property
     def _sources(self) -> int:
@@ -166,6 +170,7 @@ def deliver(reach: Reach, target: Placement, topology: Topology, ignore: frozens
     order = np.lexsort((*hi.T[::-1], *lo.T[::-1], tensor, which, ready))
     total = np.bincount(which, padded, minlength=len(sets))
     limit = np.clip(total // (_UNITS_A_MEMBER * np.maximum(sets.lengths, 1)), _LEAST_UNIT, publication.bucket_bytes).astype(np.int64)
+    limit[sets.lengths == 1] = publication.bucket_bytes  # nobody else waits for it
     run = (ready * len(sets) + which)[order]
     chunk, offset = cut(run, padded[order], limit[which[order]])
     new = np.ones(len(order), bool)
