@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import state as ray_state
-from ray._private import worker as ray_worker
 from ray.experimental import internal_kv
 
 from mooncake_ray.counters import count, took
 from mooncake_ray.errors import StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.sync import lives
 from mooncake_ray.sync.choice import Choice
 from mooncake_ray.sync.choice import check as check_mode
 from mooncake_ray.sync.courier import Courier
@@ -135,6 +134,9 @@ class Coordinator:
     async def staged(self, id: str, epoch: int, unit: int, blob: Blob) -> None:
         self._courier.staged(id, epoch, unit, blob)
 
+    async def progress(self, id: str, epoch: int, nbytes: int) -> None:
+        self._courier.progress(id, epoch, nbytes)
+
     async def _lose(self, member: Member, why: str) -> None:
         logger.warning("mooncake_ray: group %s: %s %s", self._settings.name, member, why)
         self._roster.leave(member)
@@ -155,9 +157,9 @@ class Coordinator:
                 await self._bury()
                 if not self._updating.locked() and self._behind():
                     await self._catch_up()
-                if not self._heard and await _in_thread(_is_over, self._settings.job):
+                if not self._heard and await _in_thread(lives.is_over, self._settings.job):
                     internal_kv._internal_kv_del(self._key, namespace=_SPACE)
-                    await _in_thread(_end_this_actor)
+                    await _in_thread(lives.end_this_actor)
             except Exception:  # Ray's control store is away for a moment, say: whoever waits has a deadline
                 logger.exception("mooncake_ray: group %s", self._settings.name)
 
@@ -168,7 +170,7 @@ class Coordinator:
             if now - self._heard.get(member.id, now) > self._settings.liveness_s:
                 await self._lose(member, f"was not heard of for {self._settings.liveness_s:g} s")
         actors = [m for m in self._roster if m.actor]
-        for member, dead in zip(actors, await _in_thread(_dead, [m.actor for m in actors]), strict=True):
+        for member, dead in zip(actors, await _in_thread(lives.dead, [m.actor for m in actors]), strict=True):
             if dead and member.id in self._roster:
                 await self._lose(member, "died")
 
@@ -384,17 +386,3 @@ class Coordinator:
 
 async def _in_thread(function: Any, *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
-
-
-def _dead(actors: list[str]) -> list[bool]:
-    return [ray_state.actors(actor).get("State") == "DEAD" for actor in actors]
-
-
-def _end_this_actor() -> None:
-    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
-def _is_over(job: str) -> bool:
-    """Whether that job has ended."""
-    jobs: Any = ray_worker.global_worker.gcs_client.get_all_job_info(job_or_submission_id=job)
-    return all(info.is_dead for info in jobs.values())

@@ -54,8 +54,9 @@ class Courier:
         self._epoch = -1
         self._followers: dict[int, list[Member]] = {}
         self._leads: dict[str, set[int]] = {}  # by member: units it has not got yet
-        self.moved = self.total = 0
-        """Bytes of the units that are staged, and of all."""
+        self._bytes = self.total = 0
+        """Of all units, once; and for every rank that gets them, as `moved` counts."""
+        self._moved: dict[str, int] = {}  # by member
 
     # ---- publishing
 
@@ -142,7 +143,7 @@ class Courier:
                             ranks = [m.name for m, e in members.items() if e is engine]
                             await _in_thread(check, origin.publication, route, manifest.digests, staged, ranks)
                 report.stage_s += time.monotonic() - begin
-                report.nbytes += self.total if part.patches is None else sum(b.nbytes for b in part.patches.values())
+                report.nbytes += self._bytes if part.patches is None else sum(b.nbytes for b in part.patches.values())
         except BaseException:
             give_up()
             raise
@@ -225,7 +226,9 @@ class Courier:
     def _note_units(self, epoch: int, route: Route, members: Iterable[Member]) -> None:
         delivery, by_name = route.delivery, {m.name: m for m in members}
         ranks = [by_name[name] for name in delivery.ranks]
-        self._epoch, self.moved, self.total = epoch, 0, int(delivery.unit_nbytes.sum())
+        self._epoch, self._moved = epoch, {}
+        self._bytes = int(delivery.unit_nbytes.sum())
+        self.total = int(np.dot(delivery.unit_nbytes, delivery.sets.lengths[delivery.unit_set]))
         self._followers, self._leads = {}, {m.id: set() for m in ranks}
         for unit in range(delivery.units):
             leader = delivery.leader[unit]
@@ -236,8 +239,17 @@ class Courier:
         """A leader has a unit: the others get it from there."""
         if epoch == self._epoch and unit in self._leads.get(id, ()):
             self._leads[id].discard(unit)
-            self.moved += blob.nbytes
             self._tell_followers(unit, blob)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that ranks have staged of the update that is under way, or the last one."""
+        return sum(self._moved.values())
+
+    def progress(self, id: str, epoch: int, nbytes: int) -> None:
+        """A rank has staged so much."""
+        if epoch == self._epoch:
+            self._moved[id] = nbytes
 
     def lost(self, id: str) -> None:
         """What a member leads and has not got, the others get from the trainers."""

@@ -37,6 +37,7 @@ __all__ = ["Engine"]
 logger = logging.getLogger("mooncake_ray")
 
 _LEADS, _FOLLOWS = 4, 2  # units at once
+_PROGRESS_S = 0.5
 _LOOK_S = 0.2  # how soon an update that was given up is noticed
 
 
@@ -51,6 +52,8 @@ class _Staged:
     """int64: this rank's, rising."""
     digests: np.ndarray
     """uint64: of these."""
+    nbytes: int = 0
+    """Of the units that are here."""
     changes: Changes | None = None
     """Instead of units."""
     made: list[Blob] = field(default_factory=list)
@@ -70,6 +73,7 @@ class Engine(Agent):
         self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's fragments at it
         self._paused = 0.0  # since when; 0: it is not
         self._told = threading.Condition()
+        self._progress_told = 0.0
         self._leaders: dict[tuple[int, int], Blob | None] = {}  # by epoch and unit; None: it will not have it
         self.start(timeout_s)
 
@@ -130,7 +134,14 @@ class Engine(Agent):
         boxes, delivery = staged.boxes, staged.route.delivery
         of = np.flatnonzero(delivery.unit[boxes] == unit)
         staged.digests[of] = regions_of(origin.publication, delivery, boxes[of]).digests(data)
-        staged.units[unit] = data
+        with self._told:
+            staged.units[unit] = data
+            staged.nbytes += len(data)
+            last = len(staged.units) == len(np.unique(delivery.unit[boxes]))
+            if due := last or time.monotonic() - self._progress_told > _PROGRESS_S:
+                self._progress_told = time.monotonic()
+        if due:
+            self.call("progress", self.member.id, staged.epoch, staged.nbytes)
 
     def _fetch(self, staged: _Staged, origin: Origin, patches: Mapping[int, Blob], boxes: np.ndarray) -> None:
         """Mode `delta`: gets what changed, and works out what the digests are going to be."""

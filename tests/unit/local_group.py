@@ -23,7 +23,7 @@ from mooncake_ray.engines.torch_module import TorchModuleEngine
 from mooncake_ray.errors import ObjectNotFoundError, SyncTimeoutError
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
-from mooncake_ray.sync import coordinator, engine, trainer
+from mooncake_ray.sync import coordinator, engine, lives, trainer
 from mooncake_ray.sync.collective import Meeting
 from mooncake_ray.sync.coordinator import Coordinator, Settings
 from mooncake_ray.sync.member import MEMBER_CALL_S, Agent
@@ -171,7 +171,7 @@ class Group:
         for patch in (
             *(mock.patch.object(blobs, name, getattr(self.memory, name)) for name in ("write", "gather", "view", "drop")),
             mock.patch.object(coordinator, "internal_kv", keep),
-            mock.patch.object(coordinator, "_is_over", return_value=False),
+            mock.patch.object(lives, "is_over", return_value=False),
             mock.patch.object(Agent, "call", _call),
             *(mock.patch.object(module, "this_member", _this_member) for module in (trainer, engine)),
             *(mock.patch.object(module, "Ring", rings) for module in (trainer, engine)),
