@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test python-test test-all test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
+.PHONY: help setup demo test unit-test integration-test test-all test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,13 +17,17 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
 test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
-	$(MAKE) -j2 --output-sync=target native-test python-test FUZZ_INPUTS=50000
+	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j3 --output-sync=target native-test unit-test integration-test FUZZ_INPUTS=50000
 
-# A process that native code ends says why long before its last line: that is repeated where it is looked for.
-python-test: $(STAMP)
-	@mkdir -p build
-	@bash -o pipefail -c '$(BIN)/python -m pytest -q -m "not slow" 2>&1 | tee build/python-test.log' \
-	  || { status=$$?; grep -aE "terminate called|what\(\):|Check failed|^Fatal|File .*/tests/" build/python-test.log | tail -n 8; exit $$status; }
+# $(call pytest,NAME,WHAT). A process that native code ends says why long before its last line: that is repeated where it is looked for.
+pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "not slow" $(2) 2>&1 | tee build/$(1).log' \
+	  || { status=$$?; grep -aE "terminate called|what\(\):|Check failed|^Fatal|File .*/tests/|^(FAILED|ERROR) " build/$(1).log | tail -n 12; exit $$status; }
+
+unit-test: $(STAMP) ## Without Ray
+	$(call pytest,unit-test,tests/unit tests/conformance tests/rdma)
+
+integration-test: $(STAMP) ## With Ray, on one node and on several
+	$(call pytest,integration-test,tests/integration)
 
 test-all: $(STAMP) native-test ## The slow ones too
 	$(BIN)/python -m pytest -q

@@ -36,7 +36,7 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("mooncake_ray")
 
-_LEADS, _FOLLOWS = 4, 2  # units at once
+_LEADS, _FOLLOWS = 4, 4  # units at once
 _PROGRESS_S = 0.5
 _LOOK_S = 0.2  # how soon an update that was given up is noticed
 

@@ -26,7 +26,7 @@ from mooncake_ray.weights.topology import Topology
 __all__ = ["Delivery", "deliver", "deliver_plan"]
 
 _LEAST_UNIT = 1 << 20
-_UNITS_A_MEMBER = 32  # of a replica set, so that its members lead about equally much
+_UNITS_A_MEMBER = 12  # of a replica set, so that its members lead about equally much
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT, environment
 
 
@@ -16,6 +17,7 @@ def run(name: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_broadcast():
     out = run("weights_broadcast")
     assert re.findall(r"version (\d) by nccl, .*: tokens of versions {(\d)}", out) == [(v, v) for v in "012"]
@@ -27,6 +29,7 @@ def test_p2p_with_another_layout():
     assert re.findall(r"moved ([\d.]+) of the model's bytes, bit for bit: (.*)", out) == [("1.00", "True")] * 3
 
 
+@pytest.mark.slow
 def test_delta():
     found = re.findall(r"version \d: (\d+) of (\d+) bytes by delta for (\d) steps, bit for bit: (.*)", run("weights_delta"))
     assert [(steps, same) for _, _, steps, same in found] == [("1", "True"), ("1", "True"), ("3", "True")]
