@@ -130,16 +130,11 @@ class Agent:
                 if commands is None:
                     known = False
                     continue
-            except WeightSyncError as e:
-                if not self.joined.is_set() and not isinstance(e, SyncTimeoutError):
+            except Exception as e:  # Ray raises several kinds while it, or the coordinator, comes and goes
+                if not self.joined.is_set() and isinstance(e, WeightSyncError) and not isinstance(e, SyncTimeoutError):
                     self.failed = e
                     self.joined.set()
                     return
-                logger.warning("mooncake_ray: %s: %s", self.member, e)
-                known = False
-                self._closed.wait(pauses.next())
-                continue
-            except Exception as e:
                 if self._closed.is_set() or not ray.is_initialized():
                     return
                 logger.warning("mooncake_ray: %s cannot hear its coordinator: %r", self.member, e)
