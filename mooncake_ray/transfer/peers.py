@@ -23,6 +23,7 @@ from mooncake_ray.errors import (
     MooncakeRayError,
     ObjectLostError,
     ObjectNotFoundError,
+    StoreError,
     TransportError,
 )
 from mooncake_ray.transfer.deadline import Deadline, Pauses
@@ -121,9 +122,16 @@ class Node:
             self._tried.notify_all()
 
     def listen(self, timeout_s: float) -> None:
-        """Returns when it is heard (see `watch`). Raises TransportError if it cannot be, or not in time."""
+        """Returns when it is heard (see `watch`).
+
+        Raises:
+            TransportError: it cannot be, or not in time.
+            StoreError: this engine is closed.
+        """
         if self._hearing:
             return
+        if self._closed.is_set():
+            raise StoreError("this engine is closed")
         self.watch()
         with self._tried:
             self._tried.wait_for(lambda: self._hearing or self._deaf is not None, min(timeout_s, _CONNECT_S))
@@ -292,12 +300,17 @@ class Peers:
         self.transports, self.why_not = transports, why_not
         self._lock = threading.Lock()
         self._nodes: dict[Endpoint, Node] = {}
+        self._closed = False
 
     def of(self, endpoint: Endpoint) -> Node:
         with self._lock:
             node = self._nodes.get(endpoint)
             if node is None:
-                node = self._nodes[endpoint] = Node(endpoint, self)
+                node = Node(endpoint, self)
+                if self._closed:  # for whoever is still at work
+                    node.close()
+                else:
+                    self._nodes[endpoint] = node
             return node
 
     def lose(self, node: Node) -> None:
@@ -315,6 +328,7 @@ class Peers:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             nodes, self._nodes = list(self._nodes.values()), {}
         for node in nodes:
             node.close()
