@@ -52,7 +52,7 @@ class WeightSyncGroup:
         *,
         mode: Mode = "auto",
         bucket_bytes: int = 64 << 20,
-        liveness_s: float = 15.0,
+        liveness_s: float = 30.0,
         ignore: Collection[str] = (),
         verify: bool = True,
     ) -> None:

@@ -16,7 +16,7 @@ class Job:
     """Two trainer ranks, and two engines of two ranks each. What of it died in a test is there again in the next."""
 
     def __init__(self) -> None:
-        self.group = WeightSyncGroup(f"test-{uuid.uuid4().hex[:8]}", liveness_s=5)
+        self.group = WeightSyncGroup(f"test-{uuid.uuid4().hex[:8]}", liveness_s=30)
         self.trainers = [self.trainer(rank) for rank in range(2)]
         self.engines = {name: self.engine(name) for name in ("e0", "e1")}
 
