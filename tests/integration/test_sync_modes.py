@@ -8,6 +8,8 @@ from weight_job import Job, S
 
 from mooncake_ray.testing import Allowed
 
+pytestmark = pytest.mark.slow
+
 ONCE = ("test_version_order", "test_sender_death", "test_coordinator_death", "test_half_applied")
 
 

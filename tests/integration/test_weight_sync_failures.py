@@ -12,6 +12,8 @@ import mooncake_ray
 from mooncake_ray.errors import SyncAbortedError, SyncTimeoutError
 from mooncake_ray.testing import Allowed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def one_job(pool_ray):
