@@ -187,7 +187,9 @@ def _descriptors() -> dict[tuple[int, str], str]:
 def _files(before: Usage | None) -> dict[str, str]:
     """In /dev/shm and where brokers spill. New ones that are used by a process of before, or by one that is not ours, were not left behind."""
     root = Config.from_env().spill_root
-    spilled = (*root.glob("*"), *root.glob("*/*")) if root else ()
+    spilled: tuple[Path, ...] = ()
+    with contextlib.suppress(FileNotFoundError):  # whoever was the last one there removed it meanwhile
+        spilled = (*root.glob("*"), *root.glob("*/*")) if root else ()
     paths = [str(p) for p in (*Path("/dev/shm").glob("*"), *spilled)]
     new = [p for p in paths if before is not None and p not in before.files]
     theirs = _used_by_others(before) if new and before else set()
