@@ -48,9 +48,10 @@ def test_an_object_is_what_it_was(sites, nbytes):
     data = data_of(nbytes)
     id = a.put(data)
     assert digest(b.get(a, id)) == digest(data)
-    sent = a.engine.server.stats()["bytes_sent"]
+    read = b.engine.report()["replicas"]  # what was sent is counted afterwards
+    assert read > 0
     assert digest(b.get(a, id)) == digest(data), "it is here now"
-    assert a.engine.server.stats()["bytes_sent"] == sent, "and is not sent again"
+    assert b.engine.report()["replicas"] == read, "and is not received again"
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -109,9 +110,10 @@ def test_an_engine_says_what_it_does(sites):
     assert empty["endpoint"] == str(b.engine.endpoint) and empty["peers"] == {} and "tcp" in empty["transports"]
     id = a.put(data_of(1 << 20))
     b.get(a, id)
+    a.scope.eventually(lambda: a.door.report(DEADLINE_S)["bytes_sent"] >= 1 << 20)  # what was sent is counted afterwards
     home, reader = a.door.report(DEADLINE_S), b.door.report(DEADLINE_S)
     assert reader["peers"] == {str(a.engine.endpoint): "tcp"} and home["peers"] == {}
-    assert home["bytes_sent"] >= 1 << 20 and home["sessions"] == 1 and home["replicas_elsewhere"] == 1 and home["pins"] == 0
+    assert home["sessions"] == 1 and home["replicas_elsewhere"] == 1 and home["pins"] == 0
     assert reader["replicas"] - empty["replicas"] == 1 and reader["remote_bytes_read"] - empty["remote_bytes_read"] == 1 << 20
     b.engine.close()
     with pytest.raises(ConnectionError):
