@@ -7,23 +7,20 @@ ends.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mooncake_ray._native import pool
-from mooncake_ray.errors import BrokerDiedError, ConfigError, GetTimeoutError, ObjectLostError, ObjectNotFoundError
-from mooncake_ray.objects import nodes, session
+from mooncake_ray.errors import BrokerDiedError, ConfigError, ObjectLostError, ObjectNotFoundError
+from mooncake_ray.objects import session
+from mooncake_ray.objects.asking import ask_engine
 from mooncake_ray.objects.elsewhere import Elsewhere
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.transfer.door import Part
 
-__all__ = ["Blob", "drop", "gather", "view", "write"]
-
-_AGAIN_S = 0.05
-_ENSURE_EVERY_S = 5.0
+__all__ = ["Blob", "Reserved", "drop", "gather", "view", "write"]
 
 
 @dataclass(frozen=True)
@@ -51,18 +48,33 @@ def _claim(id: bytes) -> bytes:
     return id + b"blob"
 
 
+class Reserved:
+    """Room for a blob that can be told already: whoever reads it waits until it is written. If this object ends before, there is no blob.
+    For one thread."""
+
+    def __init__(self, nbytes: int, *, timeout_s: float, note: str = "") -> None:
+        """Raises StoreFullError: no room within `timeout_s` seconds."""
+        client = _here().client
+        self.blob = Blob(client.pool_id, client.new_id(), nbytes)
+        self._lease: pool.Lease | None = client.create(self.blob.id, max(nbytes, 1), timeout_s, note)
+
+    def write(self, fill: Callable[[np.ndarray], None]) -> Blob:
+        """`fill` gets the bytes, uint8 (nbytes), and must not keep them. If it raises, there is no blob. Once."""
+        lease, self._lease = self._lease, None  # which ends with this call, or with the error that `fill` raised
+        if lease is None:
+            raise ValueError(f"blob {self.blob.id.hex()} is written already, or could not be")
+        fill(np.frombuffer(lease, np.uint8, self.blob.nbytes))
+        lease.seal(pool.KIND_SELF, _claim(self.blob.id))
+        return self.blob
+
+
 def write(nbytes: int, fill: Callable[[np.ndarray], None], *, timeout_s: float, note: str = "") -> Blob:
-    """Makes a blob whose bytes `fill` writes in their place: it gets uint8 (nbytes), and must not keep it. If it raises, there is no blob.
+    """Makes a blob whose bytes `fill` writes, as `Reserved.write` has it.
 
     Raises:
         StoreFullError: no room within `timeout_s` seconds.
     """
-    client = _here().client
-    id = client.new_id()
-    lease = client.create(id, max(nbytes, 1), timeout_s, note)
-    fill(np.frombuffer(lease, np.uint8, nbytes))
-    lease.seal(pool.KIND_SELF, _claim(id))
-    return Blob(client.pool_id, id, nbytes)
+    return Reserved(nbytes, timeout_s=timeout_s, note=note).write(fill)
 
 
 def gather(parts: Sequence[Part], nbytes: int, *, timeout_s: float) -> Blob:
@@ -74,25 +86,14 @@ def gather(parts: Sequence[Part], nbytes: int, *, timeout_s: float) -> Blob:
         StoreFullError: no room for it.
         TransportError: a run reaches beyond its blob, or the transport that was asked for cannot be used.
     """
-    here, deadline = _here(), Deadline(timeout_s)
-    ensured, last = float("-inf"), ""
-    while True:
-        try:
-            left = deadline.left(f"{nbytes} bytes of {len(parts)} objects")
-        except GetTimeoutError as e:
-            raise GetTimeoutError(f"{e}: {last or nodes.why_none()}") from None
-        try:
-            with here.door.gathered(parts, nbytes, left) as id:
-                here.client.claim([id], pool.KIND_SELF, _claim(id))
-            return Blob(here.client.pool_id, id, nbytes)
-        except ConnectionError as e:
-            if isinstance(e, BrokerDiedError):
-                raise
-            last = f"this node's engine cannot be asked: {e}"
-        if time.monotonic() - ensured > _ENSURE_EVERY_S:
-            nodes.ensure(here.key[1], here.config)
-            ensured = time.monotonic()
-        time.sleep(_AGAIN_S)
+    here = _here()
+
+    def take(id: bytes) -> Blob:
+        here.client.claim([id], pool.KIND_SELF, _claim(id))
+        return Blob(here.client.pool_id, id, nbytes)
+
+    what = f"{nbytes} bytes of {len(parts)} objects"
+    return ask_engine(here, what, lambda door, left: door.gathered(parts, nbytes, left), take, Deadline(timeout_s))
 
 
 def view(blob: Blob) -> np.ndarray:

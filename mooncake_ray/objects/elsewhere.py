@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mooncake_ray._native import pool
 from mooncake_ray.counters import timed
 from mooncake_ray.errors import GetTimeoutError, ObjectLostError, ObjectNotFoundError
-from mooncake_ray.objects import nodes
+from mooncake_ray.objects.asking import ask_engine
 from mooncake_ray.store.packing import Region
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.transfer.door import Door, Part
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
     from mooncake_ray.objects.session import Session
 
 __all__ = ["Elsewhere"]
-
-T = TypeVar("T")
-_AGAIN_S = 0.05
-_ENSURE_EVERY_S = 5.0
 
 
 class Elsewhere(Region):
@@ -52,7 +46,7 @@ class Elsewhere(Region):
             door.prefetch(self._pool_id, self.id, left)
             return contextlib.nullcontext(self.id)
 
-        self._through_the_door(ask, lambda _: None, deadline)
+        ask_engine(self._session, self._what, ask, lambda _: None, deadline)
 
     def _pin(self, writable: bool) -> pool.Pin:
         deadline = Deadline(self._session.config.pull_timeout_s)
@@ -63,7 +57,7 @@ class Elsewhere(Region):
             def take(door: Door, left: float) -> AbstractContextManager[bytes]:
                 return door.pulled(self._pool_id, self.id, left)
 
-            return self._through_the_door(take, lambda id: self.client.get(id, deadline.timeout_s, writable), deadline)
+            return ask_engine(self._session, self._what, take, lambda id: self.client.get(id, deadline.timeout_s, writable), deadline)
 
     def read(self, runs: np.ndarray) -> np.ndarray:
         deadline = Deadline(self._session.config.pull_timeout_s)
@@ -74,28 +68,9 @@ class Elsewhere(Region):
             return door.gathered([part], total, left)
 
         with timed("remote"):
-            pin = self._through_the_door(take, lambda id: self.client.get(id, deadline.timeout_s, True), deadline)
+            pin = ask_engine(self._session, self._what, take, lambda id: self.client.get(id, deadline.timeout_s, True), deadline)
         return np.frombuffer(pin, np.uint8, total)
 
-    def _through_the_door(
-        self, ask: Callable[[Door, float], AbstractContextManager[bytes]], take: Callable[[bytes], T], deadline: Deadline
-    ) -> T:
-        """Asks the engine until it answers; sees to it that there is one."""
-        what = f"object {self.id.hex()} of pool {self._pool_id.hex()[:8]}, on another node"
-        ensured = float("-inf")
-        last = ""
-        while True:
-            try:
-                left = deadline.left(what)
-            except GetTimeoutError as e:
-                why = nodes.why_none()
-                raise GetTimeoutError(f"{e}: {last}" + (f" (a service did not start: {why})" if why else "")) from None
-            try:
-                with ask(self._session.door, left) as id:
-                    return take(id)
-            except ConnectionError as e:
-                last = f"this node's engine cannot be asked: {e}"
-            if time.monotonic() - ensured > _ENSURE_EVERY_S:
-                nodes.ensure(self._session.key[1], self._session.config)
-                ensured = time.monotonic()
-            time.sleep(_AGAIN_S)
+    @property
+    def _what(self) -> str:
+        return f"object {self.id.hex()} of pool {self._pool_id.hex()[:8]}, on another node"

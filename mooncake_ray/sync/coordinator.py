@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -16,33 +15,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.experimental import internal_kv
 
 from mooncake_ray.counters import count, took
-from mooncake_ray.errors import StaleVersionError, SyncAbortedError, SyncTimeoutError, WeightSyncError
+from mooncake_ray.errors import SyncAbortedError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync import lives
 from mooncake_ray.sync.choice import Choice
 from mooncake_ray.sync.choice import check as check_mode
 from mooncake_ray.sync.courier import Courier
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
-from mooncake_ray.sync.messages import Command, Join, Manifest, Member, Report
+from mooncake_ray.sync.messages import Command, Join, Member, Report
 from mooncake_ray.sync.offers import Offers
 from mooncake_ray.sync.plans import Plans
 from mooncake_ray.sync.report import EngineStatus, GroupStatus, SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
+from mooncake_ray.sync.versions import Versions
 from mooncake_ray.transfer.deadline import Deadline
 
 __all__ = ["Coordinator", "Settings"]
 
 logger = logging.getLogger("mooncake_ray")
 
-_SPACE = b"mooncake_ray"
 _POLL_S = 5.0
 _LOOK_EVERY_S = 0.5
 _CATCH_UP_S = 300.0
 _END_S = 5.0
-_OPERATIONS = 16  # remembered
 
 
 @dataclass(frozen=True)
@@ -64,17 +61,13 @@ class Coordinator:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._key = f"sync:{settings.job}:{settings.name}".encode()
         self._roster, self._mail = Roster(), Mailbox()
         self._courier = Courier(self._mail, self._roster, Plans(settings.bucket_bytes, settings.ignore), settings.verify)
         self._choice = Choice(settings.mode)
         self._heard: dict[str, float] = {}
-        known = json.loads(internal_kv._internal_kv_get(self._key, namespace=_SPACE) or b"{}")
-        self._epoch, self._version = int(known.get("epoch", 0)), int(known.get("version", -1))
-        self._operations: dict[str, int] = known.get("operations", {})
-        self._expected = set(known.get("engines", ()))  # that were there before a restart, and have not joined again
+        self._versions = Versions(settings.name, settings.job)
+        self._expected = set(self._versions.engines)  # that were there before a restart, and have not joined again
         self._patience = time.monotonic() + settings.liveness_s
-        self._manifests: dict[int, Manifest] = {}
         self._updating = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._offers = Offers(self._wait)
@@ -98,14 +91,14 @@ class Coordinator:
         if (
             trainers is not None
             and trainers.whole
-            and not self._manifests
-            and (manifest := await self._courier.recall(trainers)) is not None
+            and not self._versions.editions
+            and (edition := await self._courier.recall(trainers)) is not None
         ):
-            self._manifests.setdefault(manifest.version, manifest)
+            self._versions.editions.setdefault(edition.manifest.version, edition)
         if member.role == "engine":
-            self._save()
+            self._versions.remember({*self._roster.engines, *self._expected})
         await self._notify()
-        return self._version
+        return self._versions.current
 
     async def poll(self, id: str) -> list[Command] | None:
         """What that member is to do next; None: it is not known, and must join."""
@@ -124,8 +117,8 @@ class Coordinator:
 
     async def end(self) -> None:
         """Has every member leave, and forgets the group. The actor is killed after that."""
-        self._mail.tell_all(list(self._roster), self._epoch, "end")
-        internal_kv._internal_kv_del(self._key, namespace=_SPACE)
+        self._mail.tell_all(list(self._roster), self._versions.epoch, "end")
+        self._versions.forget()
         deadline = time.monotonic() + _END_S
         while self._heard and time.monotonic() < deadline:
             with contextlib.suppress(SyncTimeoutError):
@@ -143,6 +136,8 @@ class Coordinator:
         self._heard.pop(member.id, None)
         self._mail.close(member.id, f"{member} {why}")
         self._courier.lost(member.id)
+        if member.role == "engine":
+            self._versions.remember({*self._roster.engines, *self._expected})
         await self._notify()
 
     def _watch_from_now_on(self) -> None:
@@ -158,7 +153,7 @@ class Coordinator:
                 if not self._updating.locked() and self._behind():
                     await self._catch_up()
                 if not self._heard and await _in_thread(lives.is_over, self._settings.job):
-                    internal_kv._internal_kv_del(self._key, namespace=_SPACE)
+                    self._versions.forget()
                     await _in_thread(lives.end_this_actor)
             except Exception:  # Ray's control store is away for a moment, say: whoever waits has a deadline
                 logger.exception("mooncake_ray: group %s", self._settings.name)
@@ -182,8 +177,9 @@ class Coordinator:
         deadline = Deadline(timeout_s)
         async with self._updating:
             number = self._number(version, operation, fresh=True)
-            if number not in self._manifests:
+            if number not in self._versions.editions:
                 await self._publish(number, operation, deadline)
+                await self._written(number)
             return number
 
     async def offer(self, id: str, version: int | None, timeout_s: float) -> int:
@@ -192,16 +188,17 @@ class Coordinator:
         if member is None:
             raise MemberLostError("this trainer is not in the group any more")
         deadline = Deadline(timeout_s)
-        number = self._latest() + 1 if version is None else version
-        if version is not None and version not in self._offers and version <= self._latest():
-            raise StaleVersionError(f"version {version} is not newer than {self._latest()}, the last one of group {self._settings.name}")
+        number = self._versions.latest + 1 if version is None else version
+        if version is not None and version not in self._offers and version <= self._versions.latest:
+            raise self._versions.stale(version)
         await self._offers.join(number, member.rank, member.world, deadline, lambda: self._publish_offered(number, deadline))
         return number
 
     async def _publish_offered(self, version: int, deadline: Deadline) -> None:
         async with self._updating:
-            if version not in self._manifests:
-                await self._publish(version, f"offer {version} {self._epoch}", deadline)
+            if version not in self._versions.editions:
+                await self._publish(version, f"offer {version} {self._versions.epoch}", deadline)
+                await self._written(version)
         await self._notify()
 
     @ray.method(max_task_retries=-1)
@@ -229,64 +226,44 @@ class Coordinator:
                 check_mode(mode)
             number = self._number(version, operation, fresh=False)
             report = SyncReport(number, mode)
-            if number not in self._manifests:
+            if number not in self._versions.editions:
                 begin = time.monotonic()
                 await self._publish(number, operation, deadline, mode)
+                if self._choice.wants_deltas(mode):
+                    await self._written(number)
                 report.publish_s = time.monotonic() - begin
-            await self._deliver(number, report, deadline)
+            try:
+                await self._deliver(number, report, deadline)
+            finally:  # if it was not published, that is why it was not delivered
+                await self._written(number)
             if not report.engines and report.lost:
                 raise SyncAbortedError(f"version {number}: no engine is left to have it: {report.lost}")
-            if number > self._version:
-                self._version = number
-                self._save()
-            self._forget(number)
+            self._versions.at(number)
+            self._mail.tell_all(
+                self._roster.trainers.members if self._roster.trainers else (), self._versions.epoch, "forget", before=number
+            )
             return report
 
-    def _latest(self) -> int:
-        """The newest version there is."""
-        return max([self._version, *self._manifests])
-
     def _number(self, version: int | None, operation: str, *, fresh: bool) -> int:
-        """The version an operation is about: the same one if it is asked for again, after this actor was restarted.
-
-        `fresh`: unless said, it is one that is not published yet.
-        """
-        if operation in self._operations:
-            return self._operations[operation]
-        latest = self._latest()
-        if version is None:
-            number = latest if not fresh and latest > self._version and self._is_held(latest) else latest + 1
-        elif version > latest or version in self._manifests or (version == self._version and not fresh):
-            number = version
-        else:
-            raise StaleVersionError(f"version {version} is not newer than {latest}, the last one of group {self._settings.name}")
-        self._operations = dict(list(self._operations.items())[1 - _OPERATIONS :]) | {operation: number}
-        self._save()
-        return number
-
-    def _is_held(self, version: int) -> bool:
-        """Whether those who published that version are still there: what a trainer has published ends with it."""
-        trainers = self._roster.trainers
-        joined = () if trainers is None or not trainers.whole else trainers.joined.values()
-        return bool(joined) and all(join.published is not None and join.published.version == version for join in joined)
-
-    def _save(self) -> None:
-        engines = sorted({*self._roster.engines, *self._expected})
-        state = {"epoch": self._epoch, "version": self._version, "operations": self._operations, "engines": engines}
-        internal_kv._internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_SPACE)
-
-    def _next_epoch(self) -> int:
-        self._epoch += 1
-        self._save()
-        return self._epoch
+        held = -1 if self._roster.trainers is None else self._roster.trainers.published
+        return self._versions.number(version, operation, fresh=fresh, held=held)
 
     async def _publish(self, version: int, operation: str, deadline: Deadline, mode: str = "") -> None:
+        """Has the trainers begin to."""
         while (trainers := self._roster.trainers) is None or not trainers.whole:
             there = 0 if trainers is None else len(trainers.joined)
             await self._wait(deadline, f"version {version}: {there} of {trainers.world if trainers else '?'} trainer ranks have joined")
-        self._manifests[version] = await self._courier.publish(
-            version, operation, trainers, self._next_epoch(), self._choice.wants_deltas(mode), deadline
+        self._versions.editions[version] = await self._courier.publish(
+            version, operation, trainers, self._versions.next_epoch(), self._choice.wants_deltas(mode), deadline
         )
+
+    async def _written(self, version: int) -> None:
+        """Once all of it is published. If it could not be, there is no such version."""
+        try:
+            await self._versions.editions[version].contents
+        except BaseException:
+            del self._versions.editions[version]
+            raise
         await self._notify()
 
     async def _deliver(self, version: int, report: SyncReport, deadline: Deadline, only: Sequence[str] | None = None) -> None:
@@ -295,13 +272,16 @@ class Coordinator:
             await self._wait(
                 deadline, f"version {version}: engines {missing[:5]} have not joined again after the coordinator was restarted"
             )
-        manifest = self._manifests[version]
-        modes, report.why = self._choice.order(report.mode, manifest.patch_bytes, manifest.nbytes)
+        edition = self._versions.editions[version]
+        patch_bytes = edition.contents.result().patch_bytes if edition.contents.done() else -1
+        modes, report.why = self._choice.order(report.mode, patch_bytes, edition.manifest.nbytes)
         while engines := [e for e in self._behind(version) if (only is None or e.name in only) and e.name not in report.lost]:
             names = {e.name for e in engines}
             report.mode = modes[0]
+            if report.mode != "p2p":
+                await edition.contents
             try:
-                await self._courier.deliver(manifest, engines, modes[0], self._next_epoch(), report, deadline)
+                await self._courier.deliver(edition, engines, modes[0], self._versions.next_epoch(), report, deadline)
                 self._choice.took(modes[0], report.publish_s + report.stage_s)
                 return
             except WeightSyncError as e:
@@ -323,35 +303,29 @@ class Coordinator:
 
     def _behind(self, version: int | None = None) -> list[Unit]:
         """Engines that are whole, not at that version (the group's), and could be."""
-        wanted = self._version if version is None else version
-        return [e for e in self._roster.engines.values() if e.whole and e.version != wanted] if wanted in self._manifests else []
+        wanted = self._versions.current if version is None else version
+        behind = [e for e in self._roster.engines.values() if e.whole and e.version != wanted]
+        return behind if wanted in self._versions.editions else []
 
     async def _catch_up(self) -> None:
         async with self._updating:
             for name in [e.name for e in self._behind()]:
-                report = SyncReport(self._version, "p2p")
+                report = SyncReport(self._versions.current, "p2p")
                 try:
-                    await self._deliver(self._version, report, Deadline(_CATCH_UP_S), [name])
-                    logger.info("mooncake_ray: group %s: %s is at version %d now", self._settings.name, name, self._version)
+                    await self._deliver(self._versions.current, report, Deadline(_CATCH_UP_S), [name])
+                    logger.info("mooncake_ray: group %s: %s is at version %d now", self._settings.name, name, self._versions.current)
                 except (WeightSyncError, TimeoutError) as e:
                     logger.warning("mooncake_ray: group %s: %s stays behind: %s", self._settings.name, name, e)
         await self._notify()
-
-    def _forget(self, version: int) -> None:
-        """Older versions are of no use to anybody."""
-        for old in [v for v in self._manifests if v < version]:
-            del self._manifests[old]
-        for member in self._roster.trainers.members if self._roster.trainers else ():
-            self._mail.tell(member, self._epoch, "forget", before=version)
 
     # ---- looking
 
     @ray.method(max_task_retries=-1)
     async def status(self) -> GroupStatus:
         return GroupStatus(
-            version=self._version,
-            published=max(self._manifests, default=-1),
-            epoch=self._epoch,
+            version=self._versions.current,
+            published=max(self._versions.editions, default=-1),
+            epoch=self._versions.epoch,
             trainers=0 if self._roster.trainers is None else len(self._roster.trainers.joined),
             engines={e.name: EngineStatus(e.version, e.state, len(e.joined), e.world) for e in self._roster.engines.values()},
             moved_bytes=self._courier.moved,

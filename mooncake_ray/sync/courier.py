@@ -22,10 +22,11 @@ from mooncake_ray.errors import (
 )
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
-from mooncake_ray.sync.messages import GivenUpError, Manifest, Member, Published
+from mooncake_ray.sync.messages import Contents, GivenUpError, Manifest, Member, Published
 from mooncake_ray.sync.plans import Origin, Plans, Route, check
 from mooncake_ray.sync.report import SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
+from mooncake_ray.sync.versions import Edition
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.plan import Publication
 
@@ -60,25 +61,37 @@ class Courier:
 
     # ---- publishing
 
-    async def publish(self, version: int, operation: str, trainers: Unit, epoch: int, delta: bool, deadline: Deadline) -> Manifest:
-        """Has each trainer rank publish what it owns, and if `delta`, find out what changed.
+    async def publish(self, version: int, operation: str, trainers: Unit, epoch: int, delta: bool, deadline: Deadline) -> Edition:
+        """Has each trainer rank make room for what it owns, and returns; then write it, and if `delta`, find out what changed. Once that
+        failed, no rank keeps anything of it.
 
         Raises:
-            WeightSyncError: one could not; none has kept anything of it.
+            WeightSyncError: one could not make room; none has kept any.
         """
         origin, plan = await self._origin(trainers)
         publication = origin.publication
         what = {"version": version, "operation": operation, "plan": plan, "digest": publication.digest, "delta": delta}
-        values, errors = await self._mail.ask(trainers.members, epoch, "publish", _left(deadline, "publishing"), lambda _: what)
-        if errors:
-            for member in trainers.members:
-                self._mail.tell(member, epoch, "withdraw", version=version)
-            raise _together(f"version {version} was not published", errors)
-        for member, published in values.items():
-            self._roster.note(member, published=published)
-        return manifest_of(version, publication, {m.name: v for m, v in values.items()})
+        rooms = await self._by_all(trainers, epoch, "reserve", what, deadline)
+        blobs = {number: blob for room in rooms.values() for number, blob in room.items()}
 
-    async def recall(self, trainers: Unit) -> Manifest | None:
+        async def write() -> Contents:
+            values = await self._by_all(trainers, epoch, "publish", what, deadline)
+            for member, published in values.items():
+                self._roster.note(member, published=published)
+            return _contents(publication, {m.name: v for m, v in values.items()})
+
+        manifest = Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))))
+        return Edition(manifest, asyncio.get_running_loop().create_task(write()))
+
+    async def _by_all(self, trainers: Unit, epoch: int, command: str, what: dict[str, Any], deadline: Deadline) -> dict[Member, Any]:
+        """What the trainers' ranks answer. If one could not, all forget that version."""
+        values, errors = await self._mail.ask(trainers.members, epoch, command, _left(deadline, "publishing"), lambda _: what)
+        if errors:
+            self._mail.tell_all(trainers.members, epoch, "withdraw", version=what["version"])
+            raise _together(f"version {what['version']} was not published", errors)
+        return values
+
+    async def recall(self, trainers: Unit) -> Edition | None:
         """The version that all trainers have published, by what they said when they joined."""
         parts = {join.member.name: join.published for join in trainers.joined.values() if join.published is not None}
         same = {(p.version, p.plan) for p in parts.values()}
@@ -86,7 +99,12 @@ class Courier:
             return None
         version, plan = same.pop()
         origin, _ = self._plans.known(plan) or await self._origin(trainers)
-        return manifest_of(version, origin.publication, parts) if origin.publication.digest == plan else None
+        if origin.publication.digest != plan:
+            return None
+        blobs = {number: blob for part in parts.values() for number, blob in part.blobs.items()}
+        contents: asyncio.Future[Contents] = asyncio.get_running_loop().create_future()
+        contents.set_result(_contents(origin.publication, parts))
+        return Edition(Manifest(version, plan, tuple(blobs[i] for i in range(len(blobs)))), contents)
 
     async def _origin(self, trainers: Unit) -> tuple[Origin, Blob]:
         targets = [e.placement for e in self._roster.engines.values() if e.whole]
@@ -95,14 +113,15 @@ class Courier:
     # ---- delivering
 
     async def deliver(
-        self, manifest: Manifest, engines: Sequence[Unit], mode: str, epoch: int, report: SyncReport, deadline: Deadline
+        self, edition: Edition, engines: Sequence[Unit], mode: str, epoch: int, report: SyncReport, deadline: Deadline
     ) -> None:
-        """Brings engines to a version. Those that die meanwhile are left out, and noted in the report as lost.
+        """Brings engines to a version; with mode `p2p`, that may be still written. Those that die meanwhile are left out, and noted in the
+        report as lost.
 
         Raises:
             WeightSyncError: nothing has changed for any engine.
         """
-        trainers = self._roster.trainers
+        manifest, trainers = edition.manifest, self._roster.trainers
         if trainers is None or not trainers.whole:
             raise SyncAbortedError(f"version {manifest.version}: the trainers that published it are gone")
         if (found := self._plans.known(manifest.plan)) is None:
@@ -111,7 +130,7 @@ class Courier:
         engine_of = {m: e for e in engines for m in e.members}
 
         def give_up() -> None:
-            self._mail.tell_all((*engine_of, *trainers.members), epoch, "abort")
+            self._mail.tell_all((*engine_of, *(trainers.members if mode == "nccl" else ())), epoch, "abort")
 
         lost: dict[str, str] = {}
         try:
@@ -136,12 +155,13 @@ class Courier:
                 if failed := {m: e for m, e in errors.items() if m not in members or members[m].name not in gone}:
                     raise _together(f"version {manifest.version} was not staged", failed)
                 lost |= gone
+                contents = await edition.contents
                 if self._verify:
                     staged = {m.name: v for m, v in prepared.items()}
                     for engine in part.engines:
                         if engine.name not in gone:
                             ranks = [m.name for m, e in members.items() if e is engine]
-                            await _in_thread(check, origin.publication, route, manifest.digests, staged, ranks)
+                            await _in_thread(check, origin.publication, route, contents.digests, staged, ranks)
                 report.stage_s += time.monotonic() - begin
                 report.nbytes += self._bytes if part.patches is None else sum(b.nbytes for b in part.patches.values())
         except BaseException:
@@ -261,15 +281,13 @@ class Courier:
             self._mail.tell(member, self._epoch, "unit", unit=unit, blob=blob)
 
 
-def manifest_of(version: int, publication: Publication, parts: Mapping[str, Published]) -> Manifest:
+def _contents(publication: Publication, parts: Mapping[str, Published]) -> Contents:
     """Of what each rank has published."""
-    blobs: dict[int, Blob] = {}
     digests = np.zeros(len(publication.tensor), np.uint64)
     for rank, part in parts.items():
-        blobs.update(part.blobs)
         digests[publication.owner == publication.ranks.index(rank)] = part.digests
     patched = [part.patch_bytes for part in parts.values()]
-    return Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))), digests, -1 if -1 in patched else sum(patched))
+    return Contents(digests, -1 if -1 in patched else sum(patched))
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

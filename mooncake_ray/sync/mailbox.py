@@ -64,9 +64,9 @@ class Mailbox:
         """A command without an answer. Nothing happens where the member is gone."""
         self._put(member, Command(-1, epoch, what, 0.0, arguments))
 
-    def tell_all(self, members: Iterable[Member], epoch: int, what: str) -> None:
+    def tell_all(self, members: Iterable[Member], epoch: int, what: str, **arguments: Any) -> None:
         for member in members:
-            self.tell(member, epoch, what)
+            self.tell(member, epoch, what, **arguments)
 
     def _put(self, member: Member, command: Command) -> None:
         if (box := self._boxes.get(member.id)) is not None:

@@ -12,7 +12,7 @@ from mooncake_ray.errors import SyncAbortedError, WeightSyncError
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.weights.placement import Placement
 
-__all__ = ["Command", "GivenUpError", "Join", "Manifest", "Member", "Published", "Report", "State", "rank_name"]
+__all__ = ["Command", "Contents", "GivenUpError", "Join", "Manifest", "Member", "Published", "Report", "State", "rank_name"]
 
 
 class GivenUpError(SyncAbortedError):
@@ -90,20 +90,27 @@ class Join:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A published version: a snapshot of the model, one copy, spread over the trainers' nodes."""
+    """Where a version is, or is going to be: a snapshot of the model, one copy, spread over the trainers' nodes."""
 
     version: int
     plan: str
+    """Digest of the publication."""
     blobs: tuple[Blob, ...]
-    """By number of the object in the publication."""
-    digests: np.ndarray
-    """uint64 (regions)."""
-    patch_bytes: int
-    """Of what changed since the version before; -1: that is not known."""
+    """By number of the object in the publication. Reading one waits until it is written."""
 
     @property
     def nbytes(self) -> int:
         return sum(blob.nbytes for blob in self.blobs)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is known of a version when all of it is written."""
+
+    digests: np.ndarray
+    """uint64 (regions)."""
+    patch_bytes: int
+    """Of what changed since the version before; -1: that is not known."""
 
 
 @dataclass(frozen=True)

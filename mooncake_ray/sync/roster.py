@@ -48,6 +48,12 @@ class Unit:
         return versions.pop() if len(versions) == 1 and self.whole and self.state == "serving" else -1
 
     @property
+    def published(self) -> int:
+        """The version that all ranks of these trainers have published; -1: there is none."""
+        versions = {-1 if join.published is None else join.published.version for join in self.joined.values()}
+        return versions.pop() if len(versions) == 1 and self.whole else -1
+
+    @property
     def state(self) -> State:
         states = {join.state for join in self.joined.values()}
         return next((s for s in ("poisoned", "paused", "joined") if s in states), "serving")

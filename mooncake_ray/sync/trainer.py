@@ -40,6 +40,7 @@ class Trainer(Agent):
         self._shard = shard
         self._placement = Placement.of(self.member.name, shard.fragments())
         self._plan: tuple[Origin, np.ndarray] | None = None
+        self._rooms: dict[int, blobs.Reserved] = {}  # of the version that is published next, by number of the object
         self._kept: dict[int, Published] = {}
         self._history: History | None = None
         self._patches: dict[tuple[int, int], dict[int, Blob]] = {}  # by versions: from, to
@@ -63,31 +64,51 @@ class Trainer(Agent):
 
     def close(self) -> None:
         super().close()
+        self._rooms = {}
         for version in list(self._kept):
             self._drop(version)
 
+    def do_reserve(self, command: Command) -> Mapping[int, Blob]:
+        """Makes room for a version that is published next. Tells where it is going to be: blobs, by number of the object."""
+        version = command.arguments["version"]
+        if (kept := self._same(command)) is not None:
+            return kept.blobs
+        self.do_withdraw(command)
+        origin, mine = self._origin(command.arguments["plan"], command.arguments["digest"])
+        publication = origin.publication
+        rooms: dict[int, blobs.Reserved] = {}
+        for number in np.unique(publication.object_of[mine]).tolist():
+            self.check(command.epoch)
+            nbytes = int(publication.object_nbytes[number])
+            rooms[number] = blobs.Reserved(nbytes, timeout_s=command.timeout_s, note=f"weights, version {version}")
+        self._rooms = rooms
+        return {number: room.blob for number, room in rooms.items()}
+
+    def _same(self, command: Command) -> Published | None:
+        """What it has published already for the same operation, which a coordinator that was restarted asks for again."""
+        kept = self._kept.get(command.arguments["version"])
+        wanted = command.arguments["operation"], command.arguments["digest"]
+        return kept if kept is not None and (kept.operation, kept.plan) == wanted else None
+
     def do_publish(self, command: Command) -> Published:
         version, operation = command.arguments["version"], command.arguments["operation"]
-        if version in self._kept:
-            kept = self._kept[version]
-            if (kept.operation, kept.plan) == (operation, command.arguments["digest"]):
-                return kept  # asked for again, by a coordinator that was restarted
-            self.do_withdraw(command)
+        if (kept := self._same(command)) is not None:
+            return kept
         begin = time.monotonic()
         origin, mine = self._origin(command.arguments["plan"], command.arguments["digest"])
         publication = origin.publication
         sources = list(views(self._own(origin, mine), self._shard.buffers()))
+        rooms, self._rooms = self._rooms, {}
         made: dict[int, Blob] = {}
         try:
-            for number in np.unique(publication.object_of[mine]).tolist():
+            for number, room in rooms.items():
                 self.check(command.epoch)
                 of = np.flatnonzero(publication.object_of[mine] == number)
-                nbytes = int(publication.object_nbytes[number])
 
                 def fill(out: np.ndarray, of: np.ndarray = of) -> None:
                     pack(out, [sources[i] for i in of.tolist()], publication.offset[mine[of]])
 
-                made[number] = blobs.write(nbytes, fill, timeout_s=command.timeout_s, note=f"weights, version {version}")
+                made[number] = room.write(fill)
         except BaseException:
             blobs.drop(made.values())
             raise
@@ -167,6 +188,7 @@ class Trainer(Agent):
 
     def do_withdraw(self, command: Command) -> None:
         """Another rank could not publish that version, so there is none."""
+        self._rooms = {}
         self._drop(command.arguments["version"])
         if self._history is not None:
             self._history.withdraw(command.arguments["version"])

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,14 @@ from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transport import Connection, Peer, Transport, choose
 from mooncake_ray.transport.base import LENGTH, REGION
 
-__all__ = ["DESCRIBE", "Node", "Peers", "Pinned"]
+__all__ = ["DESCRIBE", "MOST_PINNED", "Node", "Peers", "Pinned"]
 
 logger = logging.getLogger("mooncake_ray")
 
 DESCRIBE = "describe"
 """Name of the exchange by which an engine is asked what its transports say of themselves, once they know all memory that there is."""
+MOST_PINNED = 4096
+"""Objects that one request pins."""
 _NOT_YET_S = 0.002  # between two questions for an object that is being sealed
 _CONNECT_S = 5.0
 _POLL_S = 1.0
@@ -159,43 +161,52 @@ class Node:
                 link.close()
 
     @contextlib.contextmanager
-    def pinned(self, id: bytes, deadline: Deadline, *, bad_source: str = "", keep: bool = False) -> Iterator[Pinned]:
-        """Pins an object there. Left without an error, the pin was held all the time: what was read meanwhile is what the object is.
+    def pinned(self, ids: Sequence[bytes], deadline: Deadline, *, bad_source: str = "", keep: bool = False) -> Iterator[list[Pinned]]:
+        """Pins objects there. Left without an error, the pins were held all the time: what was read meanwhile is what the objects are.
 
         Args:
+            ids: At most `MOST_PINNED`.
             keep: This node has the object afterwards: it can serve it to others, and is told when it is gone (see `listen`).
 
         Raises:
-            ObjectNotFoundError, ObjectLostError: it is not there.
-            GetTimeoutError: it was not sealed before the deadline.
+            ObjectNotFoundError, ObjectLostError: one is not there.
+            GetTimeoutError: one was not sealed before the deadline.
             TransportError: what was read may be anything.
         """
-        what = f"object {id.hex()} at {self.endpoint}"
-        while True:
-            with self.link(deadline.left(what)) as link:
-                ((status, region, offset, nbytes, available, inline, source),) = link.pin(
-                    [id], deadline.left(what), bad_source=bad_source, keep=keep
-                )
-            if status != "not-yet":
-                break
-            time.sleep(min(_NOT_YET_S, deadline.left(what)))
-        if status == "missing":
-            raise ObjectNotFoundError(f"{what}: it was freed, or is not there")
-        if status == "lost":
-            raise ObjectLostError(f"{what}: it is lost")
-        found = Pinned(id, region, offset, nbytes, available, inline, source)
-        if inline is not None:
-            yield found
-            return
+        found: dict[int, Pinned] = {}
         try:
-            yield found
+            self._pin(ids, found, deadline, bad_source, keep)
+            yield [found[i] for i in range(len(ids))]
         except BaseException:
-            with contextlib.suppress(TransportError), self.link(_CONNECT_S) as link:
-                link.unpin([id], _CONNECT_S)
+            with contextlib.suppress(TransportError):
+                self._unpin(found.values(), Deadline(_CONNECT_S))
             raise
-        with self.link(deadline.left(what)) as link:
-            if not link.unpin([id], deadline.left(what), kept=keep):
-                raise TransportError(f"{what} was not pinned all the time it was read", "unpin", peer=str(self.endpoint))
+        self._unpin(found.values(), deadline, kept=keep)
+
+    def _pin(self, ids: Sequence[bytes], found: dict[int, Pinned], deadline: Deadline, bad_source: str, keep: bool) -> None:
+        """Adds all to `found`, by their places in `ids`; after an error, those that are pinned."""
+        left = list(range(len(ids)))
+        while left:
+            what = f"object {ids[left[0]].hex()} at {self.endpoint}"
+            with self.link(deadline.left(what)) as link:
+                said = link.pin([ids[i] for i in left], deadline.left(what), bad_source=bad_source, keep=keep)
+            found.update({i: Pinned(ids[i], *one) for i, (status, *one) in zip(left, said, strict=True) if status in ("ok", "inline")})
+            for i, (status, *_) in zip(left, said, strict=True):
+                if status == "missing":
+                    raise ObjectNotFoundError(f"object {ids[i].hex()} at {self.endpoint}: it was freed, or is not there")
+                if status == "lost":
+                    raise ObjectLostError(f"object {ids[i].hex()} at {self.endpoint}: it is lost")
+            if left := [i for i in left if i not in found]:
+                time.sleep(min(_NOT_YET_S, deadline.left(what)))
+
+    def _unpin(self, found: Iterable[Pinned], deadline: Deadline, kept: bool = False) -> None:
+        """Raises TransportError: one was not pinned all the time."""
+        ids = [there.id for there in found if there.inline is None]
+        if ids:
+            what = f"object {ids[0].hex()} at {self.endpoint}"
+            with self.link(deadline.left(what)) as link:
+                if not link.unpin(ids, deadline.left(what), kept=kept):
+                    raise TransportError(f"{what} was not pinned all the time it was read", "unpin", peer=str(self.endpoint))
 
     def follows(self, deadline: Deadline) -> bool:
         """Whether `read` waits for what is still being received there, and says how far it is."""

@@ -29,7 +29,7 @@ from mooncake_ray.errors import (
 from mooncake_ray.transfer.deadline import Deadline, Pauses
 from mooncake_ray.transfer.directory import Directory, Endpoint
 from mooncake_ray.transfer.door import Part
-from mooncake_ray.transfer.peers import Node, Peers, Pinned
+from mooncake_ray.transfer.peers import MOST_PINNED, Node, Peers, Pinned
 
 __all__ = ["Puller"]
 
@@ -221,7 +221,7 @@ class Puller:
         what = f"object {id.hex()}"
         with contextlib.ExitStack() as undo:
             home.listen(deadline.left(what))
-            with home.pinned(id, deadline, keep=True) as there:
+            with home.pinned([id], deadline, keep=True) as [there]:
                 lease = self._lease(id, there.nbytes, deadline.left(what))
                 undo.callback(lease.abort)
                 if there.inline is not None:
@@ -257,14 +257,14 @@ class Puller:
                 continue
             node = self._peers.of(Endpoint.parse(source))
             try:
-                with node.pinned(there.id, deadline) as other:
+                with node.pinned([there.id], deadline) as [other]:
                     while coming.at < coming.nbytes:
                         self._read_on(node, other, coming, deadline)
                 count("relayed")
             except (TransportError, ObjectNotFoundError, ObjectLostError):  # go on from here with another one
                 node.forget_connection()
                 count("relays_lost")
-                with home.pinned(there.id, deadline, bad_source=source) as again:
+                with home.pinned([there.id], deadline, bad_source=source) as [again]:
                     source = again.source
 
     def _read_on(self, node: Node, there: Pinned, coming: _Coming, deadline: Deadline) -> None:
@@ -326,28 +326,35 @@ class Puller:
         return self._client.get(own, deadline.left("parts of objects"))
 
     def _fetch_all(self, parts: Sequence[Part], to: int, deadline: Deadline) -> None:
+        """Of one pool, into registered memory at address `to`."""
+        if parts and parts[0].pool_id != self._client.pool_id:
+            for at in range(0, len(parts), MOST_PINNED):
+                some = parts[at : at + MOST_PINNED]
+                what = f"bytes of {len(some)} objects of pool {some[0].pool_id.hex()[:8]}"
+                self._at_home(some[0].pool_id, what, deadline, functools.partial(self._fetch, some, to, deadline))
+            return
         for part in parts:
-            if part.pool_id == self._client.pool_id:
-                pin = self._client.get(part.id, deadline.left(f"object {part.id.hex()}"))
-                _check_run_inside(part, pin.nbytes)
-                pool.copy(_moves(part, pin.address, to))
-            else:
-                what = f"bytes of object {part.id.hex()} of pool {part.pool_id.hex()[:8]}"
-                self._at_home(part.pool_id, what, deadline, functools.partial(self._fetch, part, to, deadline))
+            pin = self._client.get(part.id, deadline.left(f"object {part.id.hex()}"))
+            _check_run_inside(part, pin.nbytes)
+            pool.copy(_moves(part, pin.address, to))
 
-    def _fetch(self, part: Part, to: int, deadline: Deadline, node: Node) -> None:
-        """Reads a part into registered memory at address `to`."""
-        with node.pinned(part.id, deadline) as there:
-            _check_run_inside(part, there.nbytes)
-            if there.inline is not None:
-                source = np.frombuffer(there.inline, np.uint8)
-                pool.copy(_moves(part, source.ctypes.data, to))
-                return
-            ranges = np.empty((len(part.runs), 4), np.uint64)
-            ranges[:, 0], ranges[:, 3] = there.region, part.runs[:, 2]
-            ranges[:, 1] = part.runs[:, 0] + np.uint64(there.offset)
-            ranges[:, 2] = part.runs[:, 1] + np.uint64(to)
-            node.read(ranges, deadline)
+    def _fetch(self, parts: Sequence[Part], to: int, deadline: Deadline, node: Node) -> None:
+        """Reads parts of objects of that node by one request."""
+        with node.pinned([part.id for part in parts], deadline) as objects:
+            ranges = []
+            for part, there in zip(parts, objects, strict=True):
+                _check_run_inside(part, there.nbytes)
+                if there.inline is not None:
+                    source = np.frombuffer(there.inline, np.uint8)
+                    pool.copy(_moves(part, source.ctypes.data, to))
+                    continue
+                own = np.empty((len(part.runs), 4), np.uint64)
+                own[:, 0], own[:, 3] = there.region, part.runs[:, 2]
+                own[:, 1] = part.runs[:, 0] + np.uint64(there.offset)
+                own[:, 2] = part.runs[:, 1] + np.uint64(to)
+                ranges.append(own)
+            if ranges:
+                node.read(np.concatenate(ranges), deadline)
 
     def close(self) -> None:
         """Once nobody gathers any more."""

@@ -12,6 +12,7 @@ import threading
 import time
 import types
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from mooncake_ray.engines.torch_module import TorchModuleEngine
 from mooncake_ray.errors import ObjectNotFoundError, SyncTimeoutError
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
-from mooncake_ray.sync import coordinator, engine, lives, trainer
+from mooncake_ray.sync import engine, lives, trainer, versions
 from mooncake_ray.sync.collective import Meeting
 from mooncake_ray.sync.coordinator import Coordinator, Settings
 from mooncake_ray.sync.member import MEMBER_CALL_S, Agent
@@ -48,12 +49,16 @@ class Memory:
         """Gets what comes in, before anybody reads it: "weights, version 3", "weights, 2 to 3", "unit"; and "received" for each
         receiver of a broadcast."""
         self._numbers = itertools.count()
+        self._unwritten: weakref.WeakValueDictionary[bytes, _Reserved] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
+    def Reserved(self, nbytes: int, *, timeout_s: float, note: str = "") -> _Reserved:
+        out = _Reserved(self, self._blob(nbytes), note)
+        self._unwritten[out.blob.id] = out
+        return out
+
     def write(self, nbytes: int, fill: Callable[[np.ndarray], None], *, timeout_s: float, note: str = "") -> Blob:
-        data = np.full(nbytes, _DIRT, np.uint8)
-        fill(data)
-        return self._kept(data, note)
+        return self.Reserved(nbytes, timeout_s=timeout_s, note=note).write(fill)
 
     def gather(self, parts: Sequence[Any], nbytes: int, *, timeout_s: float) -> Blob:
         data = np.full(nbytes, _DIRT, np.uint8)
@@ -61,9 +66,11 @@ class Memory:
             source = self.view(Blob(b"", part.id, 0))
             for begin, to, n in part.runs.astype(np.int64).tolist():
                 data[to : to + n] = source[begin : begin + n]
-        return self._kept(data, "unit")
+        return self.keep(self._blob(nbytes), data, "unit")
 
     def view(self, blob: Blob) -> np.ndarray:
+        while blob.id in self._unwritten:
+            time.sleep(_LOOK_S)
         try:
             out = self.there[blob.id][:]
         except KeyError:
@@ -79,13 +86,27 @@ class Memory:
     def nbytes(self) -> int:
         return sum(data.nbytes for data in list(self.there.values()))
 
-    def _kept(self, data: np.ndarray, note: str) -> Blob:
+    def _blob(self, nbytes: int) -> Blob:
+        with self._lock:
+            return Blob(b"", b"%d" % next(self._numbers), nbytes)
+
+    def keep(self, blob: Blob, data: np.ndarray, note: str) -> Blob:
         self.spoil(note, data)
         with self._lock:
-            id = b"%d" % next(self._numbers)
-            self.there[id] = data
+            self.there[blob.id] = data
+            self._unwritten.pop(blob.id, None)
             self.most = max(self.most, self.nbytes)
-        return Blob(b"", id, data.nbytes)
+        return blob
+
+
+class _Reserved:
+    def __init__(self, memory: Memory, blob: Blob, note: str) -> None:
+        self.blob, self._memory, self._note = blob, memory, note
+
+    def write(self, fill: Callable[[np.ndarray], None]) -> Blob:
+        data = np.full(self.blob.nbytes, _DIRT, np.uint8)
+        fill(data)
+        return self._memory.keep(self.blob, data, self._note)
 
 
 class _Work:
@@ -169,8 +190,8 @@ class Group:
         )
         rings = _Rings(self.memory)
         for patch in (
-            *(mock.patch.object(blobs, name, getattr(self.memory, name)) for name in ("write", "gather", "view", "drop")),
-            mock.patch.object(coordinator, "internal_kv", keep),
+            *(mock.patch.object(blobs, name, getattr(self.memory, name)) for name in ("Reserved", "write", "gather", "view", "drop")),
+            mock.patch.object(versions, "internal_kv", keep),
             mock.patch.object(lives, "is_over", return_value=False),
             mock.patch.object(Agent, "call", _call),
             *(mock.patch.object(module, "this_member", _this_member) for module in (trainer, engine)),
