@@ -51,6 +51,8 @@ class Allowed:
     descriptors: tuple[str, ...] = ()
     maps: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
+    pool_bytes: int = 0
+    """That may stay in each pool."""
     deadline_s: float = _DEADLINE_S
     """How long things may take to go."""
 
@@ -132,7 +134,7 @@ def _differences(before: Usage, after: Usage, allowed: Allowed) -> list[str]:
     if (more := after.handles - before.handles) > 0:
         out.append(f"{more} leases or pins of this process")
     for name, used in after.pools.items():
-        if (more := used - before.pools.get(name, 0)) > 0:
+        if (more := used - before.pools.get(name, 0)) > allowed.pool_bytes:
             out.append(f"{more} bytes in pool {name}")
     new = [text for key, text in after.descriptors.items() if key not in before.descriptors]
     out += [text for text in new if not _matches(text.partition(" -> ")[2], allowed.descriptors)]

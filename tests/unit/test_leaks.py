@@ -86,7 +86,9 @@ def test_pages(store, scope):
     watch = Watch()
     key = store.put({"x": np.ones(1 << 17)})
     (line,) = watch.left()
-    assert line.endswith(f"bytes in pool mooncake_ray/{os.geteuid()}/{scope.name}") and int(line.split()[0]) >= 1 << 20
+    nbytes = int(line.split()[0])
+    assert line.endswith(f"bytes in pool mooncake_ray/{os.geteuid()}/{scope.name}") and nbytes >= 1 << 20
+    assert watch.left(Allowed(pool_bytes=nbytes)) == [] and watch.left(Allowed(pool_bytes=nbytes - 1, deadline_s=0.1)) == [line]
     store.free([key])
     assert watch.left(Allowed()) == []
 
