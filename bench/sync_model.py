@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["LAYOUTS", "Tensor", "nbytes", "parts", "tensors"]
 
-_HIDDEN, _EXPERT, _DENSE, _VOCAB, _LAYERS, _EXPERTS, _HEADS = 512, 144, 1296, 11_776, 8, 48, 8
+_HIDDEN, _EXPERT, _DENSE, _VOCAB, _LAYERS, _EXPERTS, _HEADS = 512, 144, 1296, 11_776, 9, 48, 8
 _Q_RANK, _KV_RANK, _ROPE, _NOPE, _V = 112, 40, 16, 32, 32
 
 LAYOUTS = {

@@ -52,11 +52,12 @@ class Changes:
         boxes = self.box_of[own]
         op = np.flatnonzero(np.isin(self.delivery.op_box, boxes))
         first, last = (np.searchsorted(boxes, self.delivery.op_box[op], side) for side in ("left", "right"))
-        rows = [(int(o), int(own[k])) for o, a, b in zip(op, first, last, strict=True) for k in range(a, b)]
-        objects = self.publication.object_of[self.delivery.op_region]
+        rows: dict[int, list[tuple[int, int]]] = {}  # by object: regions, and fragments that hold some of them
+        for region, a, b in zip(self.delivery.op_region[op].tolist(), first.tolist(), last.tolist(), strict=True):
+            rows.setdefault(int(self.publication.object_of[region]), []).extend((region, i) for i in own[a:b].tolist())
         for number, patch in self.patches.items():
             begin = int(self.publication.regions_of(number)[0])
-            mine = [(int(self.delivery.op_region[o]) - begin, i) for o, i in rows if objects[o] == number]
+            mine = [(region - begin, i) for region, i in rows.get(number, ())]
             mine = [(region, i) for region, i in mine if patch.touched[region] and (twice or is_first(i))]
             parts = [Part(region, targets[i], p.lo[i].tolist()) for region, i in mine]
             yield patch, Regions.of(self.publication, number), [int(self.box_of[i]) for _, i in mine], parts

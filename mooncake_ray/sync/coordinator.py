@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
@@ -152,9 +151,9 @@ class Coordinator:
                 await self._bury()
                 if not self._updating.locked() and self._behind():
                     await self._catch_up()
-                if not self._heard and await _in_thread(lives.is_over, self._settings.job):
+                if not self._heard and await asyncio.to_thread(lives.is_over, self._settings.job):
                     self._versions.forget()
-                    await _in_thread(lives.end_this_actor)
+                    await asyncio.to_thread(lives.end_this_actor)
             except Exception:  # Ray's control store is away for a moment, say: whoever waits has a deadline
                 logger.exception("mooncake_ray: group %s", self._settings.name)
 
@@ -165,7 +164,7 @@ class Coordinator:
             if now - self._heard.get(member.id, now) > self._settings.liveness_s:
                 await self._lose(member, f"was not heard of for {self._settings.liveness_s:g} s")
         actors = [m for m in self._roster if m.actor]
-        for member, dead in zip(actors, await _in_thread(lives.dead, [m.actor for m in actors]), strict=True):
+        for member, dead in zip(actors, await asyncio.to_thread(lives.dead, [m.actor for m in actors]), strict=True):
             if dead and member.id in self._roster:
                 await self._lose(member, "died")
 
@@ -356,7 +355,3 @@ class Coordinator:
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left, 1.0))
-
-
-async def _in_thread(function: Any, *arguments: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)

@@ -108,7 +108,7 @@ class Courier:
 
     async def _origin(self, trainers: Unit) -> tuple[Origin, Blob]:
         targets = [e.placement for e in self._roster.engines.values() if e.whole]
-        return await _in_thread(self._plans.origin, trainers.placement, trainers.hosts, targets)
+        return await asyncio.to_thread(self._plans.origin, trainers.placement, trainers.hosts, targets)
 
     # ---- delivering
 
@@ -137,7 +137,7 @@ class Courier:
             for part in await self._parts(manifest, engines, mode, trainers, epoch, report, deadline):
                 begin = time.monotonic()
                 hosts = trainers.hosts | {rank: host for e in part.engines for rank, host in e.hosts.items()}
-                route, to = await _in_thread(
+                route, to = await asyncio.to_thread(
                     self._plans.route, origin.publication, [e.placement for e in part.engines], hosts, trainers.aliases
                 )
                 report.plan_s += time.monotonic() - begin
@@ -161,7 +161,7 @@ class Courier:
                     for engine in part.engines:
                         if engine.name not in gone:
                             ranks = [m.name for m, e in members.items() if e is engine]
-                            await _in_thread(check, origin.publication, route, contents.digests, staged, ranks)
+                            await asyncio.to_thread(check, origin.publication, route, contents.digests, staged, ranks)
                 report.stage_s += time.monotonic() - begin
                 report.nbytes += self._bytes if part.patches is None else sum(b.nbytes for b in part.patches.values())
         except BaseException:
@@ -288,10 +288,6 @@ def _contents(publication: Publication, parts: Mapping[str, Published]) -> Conte
         digests[publication.owner == publication.ranks.index(rank)] = part.digests
     patched = [part.patch_bytes for part in parts.values()]
     return Contents(digests, -1 if -1 in patched else sum(patched))
-
-
-async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
 
 
 def _left(deadline: Deadline, what: str) -> float:
