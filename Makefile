@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test unit-test integration-test test-all test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
+.PHONY: help setup demo test unit-test program-test integration-test test-all test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,7 +17,7 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
 test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
-	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j3 --output-sync=target native-test unit-test integration-test FUZZ_INPUTS=50000
+	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j4 --output-sync=target native-test unit-test program-test integration-test FUZZ_INPUTS=50000
 
 # $(call pytest,NAME,WHAT). A process that native code ends says why long before its last line: that is repeated where it is looked for.
 pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "not slow" $(2) 2>&1 | tee build/$(1).log' \
@@ -26,8 +26,13 @@ pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "no
 unit-test: $(STAMP) ## Without Ray
 	$(call pytest,unit-test,tests/unit tests/conformance tests/rdma)
 
-integration-test: $(STAMP) ## With Ray, on one node and on several
-	$(call pytest,integration-test,tests/integration)
+PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart))
+
+program-test: $(STAMP) ## Whole programs, each with a Ray of its own
+	$(call pytest,program-test,$(PROGRAMS))
+
+integration-test: $(STAMP) ## The others with Ray, on one node and on several
+	$(call pytest,integration-test,tests/integration $(addprefix --ignore ,$(PROGRAMS)))
 
 test-all: $(STAMP) native-test ## The slow ones too
 	$(BIN)/python -m pytest -q

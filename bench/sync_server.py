@@ -6,6 +6,7 @@ What a tensor holds is worked out from its name, the version, and where an eleme
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import uuid
@@ -40,6 +41,13 @@ def fill(parts: dict[str, torch.Tensor], boxes: dict[str, Any], version: int) ->
         changes = (version + (_CHANGED - 1) - index % _CHANGED) // _CHANGED  # how often an element has changed by then
         bits = (index * 2654435761 + seed) >> 7 & 0x3FFF
         part.view(torch.int16).copy_(((bits + changes) & 0x3FFF).to(torch.int16))
+
+
+def _cpu_s() -> float:
+    """Seconds that this machine's CPUs have worked, all together."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _never() -> None:
@@ -173,9 +181,9 @@ class _Driver:
         self._train()
         if subject == "one":
             ray.get([e.leave.remote() for e, name in zip(self._engines, self._names, strict=True) if name != "e0"], timeout=_S)
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), _cpu_s()
         report = self._group.sync(mode="p2p" if subject == "one" else subject, timeout_s=_S)
-        seconds = time.perf_counter() - begin
+        seconds, cpu = time.perf_counter() - begin, _cpu_s() - cpu
         if report.fallbacks or report.lost:
             raise AssertionError(f"{subject}: {report}")
         engines = [e for e, name in zip(self._engines, self._names, strict=True) if subject != "one" or name == "e0"]
@@ -184,7 +192,8 @@ class _Driver:
             others = [(e, n) for e, n in zip(self._engines, self._names, strict=True) if n != "e0"]
             ray.get([e.join.remote(self._group, name, self._ranks) for e, name in others], timeout=_S)
             self._group.wait_for(report.version, timeout_s=_S)
-        return {"seconds": seconds, "publish": report.publish_s, "stage": report.stage_s, "pause": report.pause_s, "bytes": report.nbytes}
+        parts = {"publish": report.publish_s, "stage": report.stage_s, "commit": report.commit_s, "pause": report.pause_s}
+        return {"seconds": seconds, **parts, "cpu": cpu, "bytes": report.nbytes}
 
     def _broadcast(self) -> float:
         import ray
