@@ -13,6 +13,7 @@ import numpy as np
 cdef extern from *:
     """
     #include "delta/digest.h"
+    #include "delta/move.h"
     #include "delta/patch.h"
     static inline mcr::delta::Box mcr_box(uint64_t index, uintptr_t at, int32_t item, int64_t d, const int64_t* extents, const int64_t* steps,
                                           const int64_t* lo, const int64_t* hi, const int64_t* strides) {
@@ -27,6 +28,12 @@ cdef extern from *:
       }
       if (!box.empty()) box.simplify();
       return box;
+    }
+    static inline mcr::delta::Move mcr_move(uintptr_t from, uintptr_t to, int32_t item, int64_t d, const int64_t* extents,
+                                            const int64_t* from_strides, const int64_t* to_strides) {
+      mcr::delta::Move move{{}, reinterpret_cast<const std::byte*>(from), reinterpret_cast<std::byte*>(to), size_t(item)};
+      for (int64_t k = 0; k < d; ++k) move.dims.push_back({extents[k], from_strides[k], to_strides[k]});
+      return move;
     }
     static inline mcr::delta::Region mcr_region(uintptr_t old, uintptr_t now, mcr::delta::Box box, int64_t rows, int32_t mantissa, bool apart) {
       const uint64_t n = uint64_t(box.elements());
@@ -52,6 +59,8 @@ cdef extern from *:
         pass
     cppclass CBox "mcr::delta::Box":
         CBox()
+    cppclass CMove "mcr::delta::Move":
+        pass
     cppclass CRegion "mcr::delta::Region":
         pass
     cppclass CPart "mcr::delta::Part":
@@ -75,13 +84,18 @@ cdef extern from *:
         pass
     CBox mcr_box(uint64_t index, uintptr_t at, int32_t item, int64_t d, const int64_t* extents, const int64_t* steps, const int64_t* lo,
                  const int64_t* hi, const int64_t* strides) except + nogil
+    CMove mcr_move(uintptr_t source, uintptr_t target, int32_t item, int64_t d, const int64_t* extents, const int64_t* source_strides,
+                   const int64_t* target_strides) except + nogil
     CRegion mcr_region(uintptr_t old, uintptr_t now, CBox box, int64_t rows, int32_t mantissa, cbool apart) except + nogil
     CPart mcr_part(uintptr_t coded, const uint8_t* row) nogil
     void mcr_chain(CChain&, uintptr_t old, int32_t item, int32_t mantissa, cbool apart) nogil
     void mcr_rows(const CEncoded&, uint8_t* to) nogil
 
+cdef extern from "delta/move.h" nogil:
+    void c_move "mcr::delta::move"(vector[CMove]) except +
+
 cdef extern from "delta/patch.h" nogil:
-    uint64_t c_digest "mcr::delta::digest"(CBox) except +
+    vector[uint64_t] c_digests "mcr::delta::digests"(vector[CBox]) except +
     uint64_t c_checksum "mcr::delta::checksum"(const void* at, size_t nbytes)
     CEncoded c_encode "mcr::delta::encode"(const vector[CRegion]&) except +
     vector[size_t] c_damaged "mcr::delta::damaged"(const vector[CPart]&) except +
@@ -89,16 +103,47 @@ cdef extern from "delta/patch.h" nogil:
     CEncoded c_merge "mcr::delta::merge"(const vector[CChain]&, vector[size_t]& bad) except +
 
 
-def digest(uintptr_t at, int itemsize, uint64_t index, const int64_t[::1] extents, const int64_t[::1] steps, const int64_t[::1] strides):
-    """Of a box. `index`: of its first element in the whole tensor; `steps`: to the next one there, in elements; `strides`: in memory, in bytes."""
-    cdef int64_t d = extents.shape[0]
-    cdef uint64_t out
-    if steps.shape[0] != d or strides.shape[0] != d:
-        raise ValueError(f"{d} extents, {steps.shape[0]} steps, {strides.shape[0]} strides")
-    cdef const int64_t *e = &extents[0] if d else NULL, *s = &steps[0] if d else NULL, *t = &strides[0] if d else NULL
+def digests(const uint64_t[::1] at, const int32_t[::1] itemsize, const uint64_t[::1] index, const int64_t[:, ::1] extents,
+            const int64_t[:, ::1] steps, const int64_t[:, ::1] strides):
+    """Of boxes: uint64 (n). `index`: of each one's first element in the whole tensor; `steps`: to the next one there, in elements; `strides`: in
+    memory, in bytes."""
+    cdef int64_t n = at.shape[0], d = extents.shape[1], i
+    cdef vector[CBox] boxes
+    cdef vector[uint64_t] found
+    cdef const int64_t *none = NULL
+    _same(n, (itemsize.shape[0], index.shape[0], extents.shape[0], steps.shape[0], strides.shape[0]), d, (steps.shape[1], strides.shape[1]))
+    out = np.empty(n, np.uint64)
+    cdef uint64_t[::1] o = out
     with nogil:
-        out = c_digest(mcr_box(index, at, itemsize, d, e, s, NULL, NULL, t))
+        boxes.reserve(n)
+        for i in range(n):
+            boxes.push_back(mcr_box(index[i], at[i], itemsize[i], d, &extents[i, 0] if d else none, &steps[i, 0] if d else none, none, none,
+                                    &strides[i, 0] if d else none))
+        found = c_digests(boxes)
+        for i in range(n):
+            o[i] = found[i]
     return out
+
+
+def move(const uint64_t[::1] source, const int64_t[:, ::1] source_strides, const uint64_t[::1] target, const int64_t[:, ::1] target_strides,
+         const int64_t[:, ::1] extents, const int32_t[::1] itemsize):
+    """Copies boxes. Addresses of their first elements, and strides in bytes. Nothing may be read where something is written."""
+    cdef int64_t n = source.shape[0], d = extents.shape[1], i
+    cdef vector[CMove] moves
+    cdef const int64_t *none = NULL
+    _same(n, (source_strides.shape[0], target.shape[0], target_strides.shape[0], extents.shape[0], itemsize.shape[0]), d,
+          (source_strides.shape[1], target_strides.shape[1]))
+    with nogil:
+        moves.reserve(n)
+        for i in range(n):
+            moves.push_back(mcr_move(source[i], target[i], itemsize[i], d, &extents[i, 0] if d else none, &source_strides[i, 0] if d else none,
+                                     &target_strides[i, 0] if d else none))
+        c_move(moves)
+
+
+def _same(n, rows, d, columns):
+    if any(r != n for r in rows) or any(c != d for c in columns):
+        raise ValueError(f"{n} boxes of {d} dimensions; other arrays have {rows} rows and {columns} columns")
 
 
 def checksum(const uint8_t[::1] data):

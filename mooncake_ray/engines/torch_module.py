@@ -7,18 +7,22 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from mooncake_ray.engines.base import PauseMode, UpdateInfo
 from mooncake_ray.engines.derived import Derived
 from mooncake_ray.engines.gate import Gate
 from mooncake_ray.engines.generation import Generation, VersionSpans, next_token
+from mooncake_ray.engines.packed import PackedPieces
 from mooncake_ray.errors import EnginePausedError, EnginePoisonedError, PlanError, StaleVersionError, WeightSyncError
 from mooncake_ray.weights.digest import content_digest
+from mooncake_ray.weights.laid import Laid, copy, in_memory
 from mooncake_ray.weights.placement import Placement
-from mooncake_ray.weights.shard import Shard, views
+from mooncake_ray.weights.shard import Shard, fitting, views
 from mooncake_ray.weights.source import ModuleSource
 
 __all__ = ["TorchModuleEngine"]
@@ -30,12 +34,16 @@ Digest = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], int]
 class _Update:
     """An update that is open."""
 
-    targets: list[torch.Tensor]
-    """All fragments, over the engine's memory."""
+    make: Callable[[], list[torch.Tensor]]
     written: bool = False
     """Whether anything may have been written."""
     whole: set[int] = field(default_factory=set)
     """The fragments whose whole content is new."""
+
+    @cached_property
+    def targets(self) -> list[torch.Tensor]:
+        """All fragments, over the engine's memory."""
+        return self.make()
 
 
 class TorchModuleEngine:
@@ -79,7 +87,7 @@ class TorchModuleEngine:
         self._update: _Update | None = None
         self._poison = ""
         self._version = self._last = weight_version
-        self._targets()  # raises if they do not fit
+        fitting(self._placement, self._shard.buffers())
 
     def shard(self) -> Shard:
         return self._shard
@@ -160,7 +168,8 @@ class TorchModuleEngine:
         with self._control:
             if self._update is not None:
                 raise WeightSyncError("an update is open already")
-            self._update = _Update(self._targets())
+            fitting(self._placement, self._shard.buffers())
+            self._update = _Update(self._targets)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
         with self._control, torch.no_grad():
@@ -171,8 +180,11 @@ class TorchModuleEngine:
                 raise WeightSyncError(f"an update is one of pieces and apply, got {', '.join(update_info) or 'nothing'}")
             targets = _Watched(update)
             try:
-                if "pieces" in update_info:
-                    for i, piece in update_info["pieces"]:
+                pieces = update_info.get("pieces", ())
+                if isinstance(pieces, PackedPieces) and in_memory(self._shard.buffers()):
+                    self._write_all(update, pieces)
+                elif "pieces" in update_info:
+                    for i, piece in pieces:
                         self._write(targets, i, piece)
                         update.whole.add(i)
                 else:
@@ -249,6 +261,15 @@ class TorchModuleEngine:
                 f"{name}: a piece of {piece.dtype} {list(piece.shape)} is no content of fragment {i}, {target.dtype} {list(target.shape)}"
             )
         targets[i].copy_(piece.reshape(target.shape))
+
+    def _write_all(self, update: _Update, pieces: PackedPieces) -> None:
+        source, target = pieces.laid(), Laid.of(self._placement, self._shard.buffers())
+        if pieces.placement.metas != self._placement.metas or not np.array_equal(source.extents, target.extents):
+            raise PlanError(f"pieces of {len(source)} fragments are for another layout than these {len(target)}")
+        once = target.distinct()
+        update.written = True
+        copy(source.only(once), target.only(once))
+        update.whole.update(range(len(target)))
 
     def _open(self) -> _Update:
         if self._update is None:

@@ -6,7 +6,6 @@ group is touched, and none is needed. Everybody goes through the objects in the 
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import threading
 import time
@@ -20,9 +19,10 @@ import torch.distributed as dist
 
 from mooncake_ray.errors import GetTimeoutError, SyncAbortedError, SyncTimeoutError
 from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.laid import tensor_over
 from mooncake_ray.weights.publication import Publication
 
-__all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive", "tensor_over"]
+__all__ = ["Host", "Meeting", "Ring", "broadcast", "broadcast_order", "receive"]
 
 _LOOK_S = 0.001
 _CONNECT_S = 20.0
@@ -102,13 +102,6 @@ class Ring:
 
 def _end(group: Any) -> None:
     group.abort()
-
-
-def tensor_over(array: np.ndarray) -> torch.Tensor:
-    """The same bytes, as a tensor that lives as long as they do: torch wants to be able to write, and nobody does."""
-    if not array.flags.writeable:
-        array = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data))
-    return torch.from_numpy(array)
 
 
 def broadcast_order(publication: Publication) -> list[int]:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from mooncake_ray._native import pool
+from mooncake_ray.engines.packed import PackedPieces
 from mooncake_ray.errors import MooncakeRayError, PlanError, StaleVersionError, SyncTimeoutError
 from mooncake_ray.objects import blobs
 from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.changes import Changes, needed
-from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive, tensor_over
+from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Manifest, State
 from mooncake_ray.sync.plans import Origin, Route, load
@@ -220,17 +221,16 @@ class Engine(Agent):
         staged = self._staged
         if staged is None or staged.epoch != command.epoch or staged.version != command.arguments["version"]:
             raise StaleVersionError(f"{self.member} has not staged version {command.arguments['version']} in epoch {command.epoch}")
-        begin = time.monotonic()
-        self._adapter.pause()
-        self._paused = self._paused or begin
         if self.version == staged.version:  # another rank of this engine could not take it over, and does now
+            self._pause()
             return 0.0
         try:
             self._adapter.start_weight_update()
+            self._pause()
             if staged.changes is not None:
                 self._adapter.update_weights({"apply": staged.changes.apply})
             else:
-                self._adapter.update_weights({"pieces": enumerate(self._slots(staged))})
+                self._adapter.update_weights({"pieces": self._pieces(staged)})
             self._adapter.finish_weight_update(staged.version)
         except BaseException:
             self._adapter.abort_weight_update()
@@ -240,6 +240,11 @@ class Engine(Agent):
         own = np.searchsorted(staged.boxes, staged.route.delivery.box_of[first:last])
         self._digests = staged.version, staged.digests[own]
         return time.monotonic() - self._paused
+
+    def _pause(self) -> None:
+        begin = time.monotonic()
+        self._adapter.pause()
+        self._paused = self._paused or begin
 
     def do_resume(self, command: Command) -> float:
         """The other ranks of this engine have it, too. Returns for how many seconds it was paused."""
@@ -289,19 +294,13 @@ class Engine(Agent):
                 self._told.wait(min(left, _LOOK_S))
             return self._leaders[epoch, unit]
 
-    def _slots(self, staged: _Staged) -> list[torch.Tensor]:
-        """For each of this rank's fragments what belongs there, in a packed tensor of the box's shape."""
-        delivery, p = staged.route.delivery, self._placement
-        first, _ = staged.route.spans[self.member.name]
-        units = {unit: tensor_over(array) for unit, array in staged.units.items()}
-        out = []
-        for i in range(len(p)):
-            box = int(delivery.box_of[first + i])
-            offset, nbytes = int(delivery.offset[box]), int(delivery.nbytes[box])
-            dtype = getattr(torch, p.metas[p.tensor[i]].dtype)
-            slot = units[int(delivery.unit[box])][offset : offset + nbytes].view(dtype)
-            out.append(slot.view((p.hi[i] - p.lo[i]).tolist()))
-        return out
+    def _pieces(self, staged: _Staged) -> PackedPieces:
+        """For each of this rank's fragments what belongs there."""
+        delivery = staged.route.delivery
+        box = delivery.box_of[slice(*staged.route.spans[self.member.name])]
+        units = sorted(staged.units)
+        array = np.searchsorted(np.array(units, np.int64), delivery.unit[box])
+        return PackedPieces(self._placement, [staged.units[unit] for unit in units], array, delivery.offset[box])
 
     def _plan(self, blob: Blob, digest: str, kind: type[Any]) -> Any:
         """A plan, by the digest that it must have."""
@@ -324,11 +323,8 @@ class Engine(Agent):
 def regions_of(publication: Publication, delivery: Delivery, boxes: np.ndarray) -> Regions:
     """Boxes of one unit, as they lie in its object."""
     tensor, lo, hi = delivery.tensor[boxes], delivery.lo[boxes], delivery.hi[boxes]
-    shape = np.ones_like(lo)
-    for row, t in zip(shape, tensor.tolist(), strict=True):
-        if whole := publication.metas[t].shape:
-            row[len(row) - len(whole) :] = whole
-    return Regions(lo, hi, shape, publication.itemsize[tensor].astype(np.int32), delivery.offset[boxes])
+    shapes = np.pad(publication.shapes, ((0, 0), (lo.shape[1] - publication.shapes.shape[1], 0)), constant_values=1)
+    return Regions(lo, hi, shapes[tensor], publication.itemsize[tensor].astype(np.int32), delivery.offset[boxes])
 
 
 def by_object(reads: Reads) -> Iterator[tuple[int, np.ndarray]]:

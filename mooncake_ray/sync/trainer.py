@@ -19,6 +19,7 @@ from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Published
 from mooncake_ray.sync.plans import Origin, load
 from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.laid import Laid, copy, in_memory
 from mooncake_ray.weights.patch import Regions
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.publication import Publication
@@ -97,7 +98,7 @@ class Trainer(Agent):
         begin = time.monotonic()
         origin, mine = self._origin(command.arguments["plan"], command.arguments["digest"])
         publication = origin.publication
-        sources = list(views(self._own(origin, mine), self._shard.buffers()))
+        own, buffers = self._own(origin, mine), self._shard.buffers()
         rooms, self._rooms = self._rooms, {}
         made: dict[int, Blob] = {}
         try:
@@ -106,7 +107,7 @@ class Trainer(Agent):
                 of = np.flatnonzero(publication.object_of[mine] == number)
 
                 def fill(out: np.ndarray, of: np.ndarray = of) -> None:
-                    pack(out, [sources[i] for i in of.tolist()], publication.offset[mine[of]])
+                    pack(out, own.take(of), buffers, publication.offset[mine[of]])
 
                 made[number] = room.write(fill)
         except BaseException:
@@ -220,9 +221,14 @@ class Trainer(Agent):
         return Placement(p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], lo, hi, p.buffer[at], offset, p.strides[at])
 
 
-def pack(out: np.ndarray, sources: list[torch.Tensor], offsets: np.ndarray) -> None:
-    """Copies tensors into `out` (uint8), each packed at its offset."""
+def pack(out: np.ndarray, placement: Placement, buffers: Mapping[str, torch.Tensor], offsets: np.ndarray) -> None:
+    """Copies fragments into `out` (uint8), each packed at its offset."""
+    if in_memory(buffers):
+        source = Laid.of(placement, buffers)
+        address = np.uint64(out.ctypes.data) + offsets.astype(np.uint64)
+        copy(source, Laid.packed(address, source.extents, source.itemsize))
+        return
     whole = torch.from_numpy(out)
-    for source, offset in zip(sources, offsets.tolist(), strict=True):
+    for source, offset in zip(views(placement, buffers), offsets.tolist(), strict=True):
         place = whole[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
         place.copy_(source.detach())

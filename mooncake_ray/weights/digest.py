@@ -47,7 +47,9 @@ def content_digest(view: Any, lo: Sequence[int], shape: Sequence[int]) -> int:
         raise ValueError(f"a box of {tuple(extents)} at {tuple(lo)} is not in a tensor of shape {tuple(shape)}")
     steps = steps_of(np.array([shape], np.int64))[0]
     index = int(np.dot(steps, np.array(lo, np.int64)))
-    return _native.digest(at, item, index, np.array(extents, np.int64), steps, np.array(strides, np.int64))
+    one = np.array([at], np.uint64), np.array([item], np.int32), np.array([index], np.uint64)
+    (out,) = _native.digests(*one, np.array([extents], np.int64), steps[None], np.array([strides], np.int64)).tolist()
+    return out
 
 
 def steps_of(shape: np.ndarray) -> np.ndarray:

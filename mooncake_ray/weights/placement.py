@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -146,10 +146,13 @@ class Placement:
 
     def only(self, rank: str) -> Placement:
         """One rank's fragments, in their order; tensors and buffers keep their numbers."""
-        mine = np.flatnonzero(self.rank == self.ranks.index(rank))
-        arrays = (a[mine] for a in (self.tensor, self.lo, self.hi, self.buffer, self.offset, self.strides))
-        tensor, lo, hi, buffer, offset, strides = arrays
-        return Placement(self.metas, (rank,), self.buffers, tensor, np.zeros(len(mine), np.int32), lo, hi, buffer, offset, strides)
+        mine = self.take(np.flatnonzero(self.rank == self.ranks.index(rank)))
+        return replace(mine, ranks=(rank,), rank=np.zeros(len(mine), np.int32))
+
+    def take(self, which: np.ndarray) -> Placement:
+        """Some of the fragments; int64 (m). Tensors, ranks and buffers keep their numbers."""
+        names = ("tensor", "rank", "lo", "hi", "buffer", "offset", "strides")
+        return replace(self, **{name: getattr(self, name)[which] for name in names})
 
     @cached_property
     def itemsize(self) -> np.ndarray:

@@ -82,6 +82,15 @@ class Publication:
         return np.array([m.itemsize for m in self.metas], np.int64)
 
     @cached_property
+    def shapes(self) -> np.ndarray:
+        """int64 (metas, d): dimensions that a tensor has not come first, and are 1."""
+        out = np.ones((len(self.metas), self.lo.shape[1]), np.int64)
+        for row, meta in zip(out, self.metas, strict=True):
+            if meta.shape:
+                row[len(row) - len(meta.shape) :] = meta.shape
+        return out
+
+    @cached_property
     def busiest(self) -> np.ndarray:
         """int64 (metas): the dimension each tensor is cut most in."""
         return busiest(self.tensor, self.lo, len(self.metas))

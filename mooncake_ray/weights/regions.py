@@ -78,13 +78,9 @@ class Regions:
     def of(cls, publication: Publication, obj: int) -> Regions:
         """The regions of an object of a publication, by rising offset: `publication.regions_of(obj)`."""
         which = publication.regions_of(obj)
-        tensor, lo = publication.tensor[which], publication.lo[which]
-        shapes = np.ones((len(publication.metas), lo.shape[1]), np.int64)
-        for row, meta in zip(shapes, publication.metas, strict=True):
-            if meta.shape:
-                row[len(row) - len(meta.shape) :] = meta.shape
+        tensor = publication.tensor[which]
         item = publication.itemsize[tensor].astype(np.int32)
-        return cls(lo, publication.hi[which], shapes[tensor], item, publication.offset[which])
+        return cls(publication.lo[which], publication.hi[which], publication.shapes[tensor], item, publication.offset[which])
 
     def only(self, which: np.ndarray) -> Regions:
         """Some of them; int64 (n)."""
@@ -93,8 +89,7 @@ class Regions:
     def digests(self, data: Any) -> np.ndarray:
         """uint64 (m): content digest of each region, from an object's bytes."""
         at = self.addresses(bytes_of(data))
-        rows = zip(at, self.itemsize, self.index, self.extents, self.steps, self.strides, strict=True)
-        return np.array([_native.digest(int(a), int(i), int(x), e, s, t) for a, i, x, e, s, t in rows], np.uint64)
+        return _native.digests(at, self.itemsize, self.index, self.extents, self.steps, self.strides)
 
 
 def bytes_of(data: Any) -> np.ndarray:

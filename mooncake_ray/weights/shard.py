@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from mooncake_ray.errors import PlanError
 from mooncake_ray.weights.placement import Fragment, Placement
 
-__all__ = ["Shard", "views"]
+__all__ = ["Shard", "fitting", "views"]
 
 
 @runtime_checkable
@@ -29,29 +29,52 @@ class Shard(Protocol):
         ...
 
 
-def views(placement: Placement, buffers: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Each fragment of a one-rank placement as a tensor over its buffer, in order. Has the box's shape, with leading ones for dimensions the
-    tensor has not. Alive as long as the buffer.
+def fitting(placement: Placement, buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    """The buffers that a one-rank placement names, in its order; None for one that no fragment is in.
 
     Raises:
         PlanError: a buffer is missing, of another dtype, or too small for what the placement says.
     """
-    itemsizes = placement.itemsize
-    extents = placement.hi - placement.lo
-    for i in range(len(placement)):
-        name = placement.buffers[placement.buffer[i]]
-        meta = placement.metas[placement.tensor[i]]
-        buffer = buffers.get(name)
-        if buffer is None:
-            raise PlanError(f"{meta.name}: there is no buffer {name!r}")
-        if buffer.dtype != getattr(torch, meta.dtype):
-            raise PlanError(f"{meta.name}: buffer {name!r} is {buffer.dtype}, not {meta.dtype}")
-        item = int(itemsizes[i])
-        offset, strides = int(placement.offset[i]), placement.strides[i]
-        if offset % item or np.any(strides % item):
-            raise PlanError(f"{meta.name}: offset {offset} and strides {strides.tolist()} are not whole elements of {item} bytes")
-        end = offset + int(np.dot(extents[i] - 1, strides)) + item
-        there = buffer.untyped_storage().nbytes() - buffer.storage_offset() * item
-        if end > there:
-            raise PlanError(f"{meta.name}: ends at byte {end} of buffer {name!r}, which has {there}")
-        yield torch.as_strided(buffer, extents[i].tolist(), (strides // item).tolist(), buffer.storage_offset() + offset // item)
+    used = np.bincount(placement.buffer, minlength=len(placement.buffers)) > 0
+    there = [buffers.get(name) if use else None for name, use in zip(placement.buffers, used.tolist(), strict=True)]
+
+    def refuse(wrong: np.ndarray, why: Callable[[int, str], str]) -> None:
+        if wrong.any():
+            i = int(wrong.argmax())
+            name = placement.buffers[placement.buffer[i]]
+            raise PlanError(f"{placement.metas[placement.tensor[i]].name}: {why(i, name)}")
+
+    missing = np.array([buffer is None for buffer in there], bool)
+    refuse(missing[placement.buffer], lambda _, name: f"there is no buffer {name!r}")
+    is_a = np.array([str(buffer.dtype).removeprefix("torch.") if buffer is not None else "" for buffer in there], object)
+    wanted = np.array([meta.dtype for meta in placement.metas], object)
+    refuse(
+        is_a[placement.buffer] != wanted[placement.tensor],
+        lambda i, name: f"buffer {name!r} is {buffers[name].dtype}, not {placement.metas[placement.tensor[i]].dtype}",
+    )
+    item, offset, strides = placement.itemsize, placement.offset, placement.strides
+    refuse(
+        (offset % item != 0) | (strides % item[:, None] != 0).any(axis=1),
+        lambda i, _: f"offset {offset[i]} and strides {strides[i].tolist()} are not whole elements of {item[i]} bytes",
+    )
+    end = offset + ((placement.hi - placement.lo - 1) * strides).sum(axis=1) + item
+    sizes = [0 if b is None else b.untyped_storage().nbytes() - b.storage_offset() * b.element_size() for b in there]
+    room = np.array(sizes, np.int64)[placement.buffer]
+    refuse(end > room, lambda i, name: f"ends at byte {end[i]} of buffer {name!r}, which has {room[i]}")
+    return there
+
+
+def views(placement: Placement, buffers: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Each fragment of a one-rank placement as a tensor over its buffer, in order. Has the box's shape, with leading ones for dimensions the
+    tensor has not. Alive as long as the buffer. Raises as `fitting`."""
+    there, item = fitting(placement, buffers), placement.itemsize
+    rows = zip(
+        placement.buffer.tolist(),
+        (placement.hi - placement.lo).tolist(),
+        (placement.strides // item[:, None]).tolist(),
+        (placement.offset // item).tolist(),
+        strict=True,
+    )
+    for number, extent, strides, offset in rows:
+        if (buffer := there[number]) is not None:
+            yield torch.as_strided(buffer, extent, strides, buffer.storage_offset() + offset)

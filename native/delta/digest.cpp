@@ -4,13 +4,11 @@
 #include <cstring>
 
 #include "delta/loops.h"
+#include "delta/shares.h"
 #include "delta/terms.h"
-#include "parallel.h"
 
 namespace mcr::delta {
 namespace {
-
-constexpr uint64_t kPiece = 1 << 20;  // elements
 
 // Elements that are apart are brought together first, some at a time.
 template <class T>
@@ -50,28 +48,32 @@ uint64_t row(const Box& box, const Walk& walk, uint64_t from, uint64_t to) {
 
 }  // namespace
 
-uint64_t digest(Box box) {
-  if (box.empty()) return 0;
-  for (Box::Dim& d : box.dims) {  // only what is in the box
-    box.index += uint64_t(d.lo) * uint64_t(d.step);
-    d.extent = d.hi - d.lo;
-    d.lo = 0, d.hi = d.extent;
-  }
-  box.simplify();
-  const uint64_t n = uint64_t(box.elements());
-  std::atomic<uint64_t> sum{0};
-  parallel(size_t((n + kPiece - 1) / kPiece), threads_for(size_t(n) << box.log), [&](size_t piece) {
-    const uint64_t end = std::min(n, (piece + 1) * kPiece);
-    Walk walk(box);
-    uint64_t mine = 0;
-    for (uint64_t at = piece * kPiece; at < end; at = walk.end) {
-      walk.seek(at);
-      mine += row(box, walk, at, std::min(end, walk.end));
+std::vector<uint64_t> digests(std::vector<Box> boxes) {
+  Shares shares;
+  for (Box& box : boxes) {
+    if (box.empty()) {
+      shares.add(0, 0);
+      continue;
     }
-    sum.fetch_add(mine, std::memory_order_relaxed);
-    return true;
+    for (Box::Dim& d : box.dims) {  // only what is in the box
+      box.index += uint64_t(d.lo) * uint64_t(d.step);
+      d.extent = d.hi - d.lo;
+      d.lo = 0, d.hi = d.extent;
+    }
+    box.simplify();
+    shares.add(uint64_t(box.elements()), size_t{1} << box.log);
+  }
+  std::vector<uint64_t> out(boxes.size());
+  shares.run([&](size_t number, uint64_t from, uint64_t to) {
+    Walk walk(boxes[number]);
+    uint64_t mine = 0;
+    for (uint64_t at = from; at < to; at = walk.end) {
+      walk.seek(at);
+      mine += row(boxes[number], walk, at, std::min(to, walk.end));
+    }
+    std::atomic_ref(out[number]).fetch_add(mine, std::memory_order_relaxed);
   });
-  return sum;
+  return out;
 }
 
 uint64_t checksum(const void* at, size_t nbytes) {

@@ -4,8 +4,8 @@
 
 namespace mcr::delta {
 
-// Of what lies in the box's memory. Uses several threads where there is much.
-uint64_t digest(Box box);
+// Of what lies in each box's memory. Uses several threads where there is much.
+std::vector<uint64_t> digests(std::vector<Box> boxes);
 
 // Of bytes that are no weights: of their 32-bit words, zeros after the end.
 uint64_t checksum(const void* at, size_t nbytes);
