@@ -146,7 +146,7 @@ class _Driver:
         self._end()
         layout, engines = CASES[case]
         ranks = 4 // engines
-        self._group = WeightSyncGroup(uuid.uuid4().hex, bucket_bytes=8 << 20)
+        self._group = WeightSyncGroup(uuid.uuid4().hex, bucket_bytes=16 << 20)
         trainer, engine = ray.remote(TrainerRank), ray.remote(EngineRank)
         on = [dict(num_cpus=0, resources={f"node{n}": 0.01}) for n in range(1, _FIRST_ENGINE + 4)]
         self._trainers = [trainer.options(**on[n]).remote(source, n) for n in range(_TRAINERS)]

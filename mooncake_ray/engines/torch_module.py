@@ -34,7 +34,10 @@ Digest = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], int]
 class _Update:
     """An update that is open."""
 
-    make: Callable[[], list[torch.Tensor]]
+    placement: Placement
+    buffers: Mapping[str, torch.Tensor]
+    laid: Laid | None = None
+    """The fragments, if they are in this process's memory."""
     written: bool = False
     """Whether anything may have been written."""
     whole: set[int] = field(default_factory=set)
@@ -43,7 +46,7 @@ class _Update:
     @cached_property
     def targets(self) -> list[torch.Tensor]:
         """All fragments, over the engine's memory."""
-        return self.make()
+        return list(views(self.placement, self.buffers))
 
 
 class TorchModuleEngine:
@@ -168,8 +171,12 @@ class TorchModuleEngine:
         with self._control:
             if self._update is not None:
                 raise WeightSyncError("an update is open already")
-            fitting(self._placement, self._shard.buffers())
-            self._update = _Update(self._targets)
+            buffers = self._shard.buffers()
+            if in_memory(buffers):
+                self._update = _Update(self._placement, buffers, Laid.of(self._placement, buffers))
+            else:
+                fitting(self._placement, buffers)
+                self._update = _Update(self._placement, buffers)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
         with self._control, torch.no_grad():
@@ -181,8 +188,8 @@ class TorchModuleEngine:
             targets = _Watched(update)
             try:
                 pieces = update_info.get("pieces", ())
-                if isinstance(pieces, PackedPieces) and in_memory(self._shard.buffers()):
-                    self._write_all(update, pieces)
+                if isinstance(pieces, PackedPieces) and update.laid is not None:
+                    self._write_all(update, update.laid, pieces)
                 elif "pieces" in update_info:
                     for i, piece in pieces:
                         self._write(targets, i, piece)
@@ -238,7 +245,7 @@ class TorchModuleEngine:
         """
         p, out, seen = self._placement, {}, set()
         with self._control, torch.no_grad():
-            for i, view in enumerate(self._targets()):
+            for i, view in enumerate(views(p, self._shard.buffers())):
                 meta = p.metas[p.tensor[i]]
                 d = len(meta.shape)
                 lo, hi = (tuple(a[i].tolist()[p.lo.shape[1] - d :]) for a in (p.lo, p.hi))
@@ -247,9 +254,6 @@ class TorchModuleEngine:
                     view = view.reshape(view.shape[view.dim() - d :]) if view.dim() > d else view
                     out[meta.name] = (out.get(meta.name, 0) + digest(view, lo, meta.shape)) % 2**64
         return out
-
-    def _targets(self) -> list[torch.Tensor]:
-        return list(views(self._placement, self._shard.buffers()))
 
     def _write(self, targets: _Watched, i: int, piece: torch.Tensor) -> None:
         if not 0 <= i < len(targets):
@@ -262,8 +266,8 @@ class TorchModuleEngine:
             )
         targets[i].copy_(piece.reshape(target.shape))
 
-    def _write_all(self, update: _Update, pieces: PackedPieces) -> None:
-        source, target = pieces.laid(), Laid.of(self._placement, self._shard.buffers())
+    def _write_all(self, update: _Update, target: Laid, pieces: PackedPieces) -> None:
+        source = pieces.laid()
         if pieces.placement.metas != self._placement.metas or not np.array_equal(source.extents, target.extents):
             raise PlanError(f"pieces of {len(source)} fragments are for another layout than these {len(target)}")
         once = target.distinct()

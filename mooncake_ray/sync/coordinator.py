@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -122,6 +122,9 @@ class Coordinator:
         while self._heard and time.monotonic() < deadline:
             with contextlib.suppress(SyncTimeoutError):
                 await self._wait(Deadline(_END_S), "the end")
+
+    async def reserved(self, id: str, epoch: int, blobs: Mapping[int, Blob]) -> None:
+        self._courier.reserved(id, epoch, blobs)
 
     async def staged(self, id: str, epoch: int, unit: int, blob: Blob) -> None:
         self._courier.staged(id, epoch, unit, blob)

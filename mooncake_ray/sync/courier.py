@@ -47,11 +47,28 @@ class _Part:
     patches: Mapping[int, Blob] | None = None
 
 
+class _Rooms:
+    """Where a version is going to be."""
+
+    def __init__(self, epoch: int, missing: set[str]) -> None:
+        """`missing`: who has to say."""
+        self.epoch, self._missing = epoch, missing
+        self.blobs: dict[int, Blob] = {}
+        self.told = asyncio.Event()
+
+    def add(self, id: str, blobs: Mapping[int, Blob]) -> None:
+        self.blobs |= blobs
+        self._missing.discard(id)
+        if not self._missing:
+            self.told.set()
+
+
 class Courier:
     """For coroutines of one loop, one update at a time."""
 
     def __init__(self, mail: Mailbox, roster: Roster, plans: Plans, verify: bool) -> None:
         self._mail, self._roster, self._plans, self._verify = mail, roster, plans, verify
+        self._rooms = _Rooms(-1, set())
         self._epoch = -1
         self._followers: dict[int, list[Member]] = {}
         self._leads: dict[str, set[int]] = {}  # by member: units it has not got yet
@@ -71,25 +88,31 @@ class Courier:
         origin, plan = await self._origin(trainers)
         publication = origin.publication
         what = {"version": version, "operation": operation, "plan": plan, "digest": publication.digest, "delta": delta}
-        rooms = await self._by_all(trainers, epoch, "reserve", what, deadline)
-        blobs = {number: blob for room in rooms.values() for number, blob in room.items()}
+        rooms = self._rooms = _Rooms(epoch, {m.id for m in trainers.members})
 
         async def write() -> Contents:
-            values = await self._by_all(trainers, epoch, "publish", what, deadline)
+            values, errors = await self._mail.ask(trainers.members, epoch, "publish", _left(deadline, "publishing"), lambda _: what)
+            if errors:
+                self._mail.tell_all(trainers.members, epoch, "withdraw", version=version)
+                raise _together(f"version {version} was not published", errors)
             for member, published in values.items():
                 self._roster.note(member, published=published)
+                rooms.add(member.id, published.blobs)
             return _contents(publication, {m.name: v for m, v in values.items()})
 
-        manifest = Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))))
-        return Edition(manifest, asyncio.get_running_loop().create_task(write()))
+        writing = asyncio.get_running_loop().create_task(write())
+        told = asyncio.get_running_loop().create_task(rooms.told.wait())
+        await asyncio.wait((writing, told), return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if writing.done():
+            writing.result()
+        manifest = Manifest(version, publication.digest, tuple(rooms.blobs[i] for i in range(len(rooms.blobs))))
+        return Edition(manifest, writing)
 
-    async def _by_all(self, trainers: Unit, epoch: int, command: str, what: dict[str, Any], deadline: Deadline) -> dict[Member, Any]:
-        """What the trainers' ranks answer. If one could not, all forget that version."""
-        values, errors = await self._mail.ask(trainers.members, epoch, command, _left(deadline, "publishing"), lambda _: what)
-        if errors:
-            self._mail.tell_all(trainers.members, epoch, "withdraw", version=what["version"])
-            raise _together(f"version {what['version']} was not published", errors)
-        return values
+    def reserved(self, id: str, epoch: int, blobs: Mapping[int, Blob]) -> None:
+        """A trainer rank has room for its objects, by number, and begins to write them."""
+        if epoch == self._rooms.epoch:
+            self._rooms.add(id, blobs)
 
     async def recall(self, trainers: Unit) -> Edition | None:
         """The version that all trainers have published, by what they said when they joined."""

@@ -103,6 +103,10 @@ class Agent:
                 self._closed.wait(pauses.next())
                 self._look()
 
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Tells the coordinator, if there is one, and does not wait."""
+        getattr(self._coordinator, method).remote(*arguments)
+
     def _look(self) -> None:
         try:
             self._coordinator = self._find()
@@ -158,7 +162,8 @@ class Agent:
             if command.what == "abort":
                 self.let_go(command.epoch)
                 continue
-            value, error = None, None
+            value: Any = None
+            error: WeightSyncError | None = None
             try:
                 if command.number >= 0:  # what needs no answer is tidying up: that is never given up
                     if command.epoch < self._epoch:
@@ -181,6 +186,7 @@ class Agent:
                 self.call("answer", Report(self.member.id, command.number, value, error))
             except WeightSyncError as e:
                 logger.warning("mooncake_ray: %s: nobody heard that it is done: %s", self.member, e)
+            del value, error  # what an error's frames hold, others may wait for
 
 
 def _plain(e: BaseException) -> WeightSyncError:

@@ -19,11 +19,11 @@ from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Published
 from mooncake_ray.sync.plans import Origin, load
 from mooncake_ray.transfer.deadline import Deadline
-from mooncake_ray.weights.laid import Laid, copy, in_memory
+from mooncake_ray.weights.laid import Sources
 from mooncake_ray.weights.patch import Regions
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.publication import Publication
-from mooncake_ray.weights.shard import Shard, views
+from mooncake_ray.weights.shard import Shard
 
 __all__ = ["Trainer"]
 
@@ -41,7 +41,6 @@ class Trainer(Agent):
         self._shard = shard
         self._placement = Placement.of(self.member.name, shard.fragments())
         self._plan: tuple[Origin, np.ndarray] | None = None
-        self._rooms: dict[int, blobs.Reserved] = {}  # of the version that is published next, by number of the object
         self._kept: dict[int, Published] = {}
         self._history: History | None = None
         self._patches: dict[tuple[int, int], dict[int, Blob]] = {}  # by versions: from, to
@@ -65,58 +64,50 @@ class Trainer(Agent):
 
     def close(self) -> None:
         super().close()
-        self._rooms = {}
         for version in list(self._kept):
             self._drop(version)
 
-    def do_reserve(self, command: Command) -> Mapping[int, Blob]:
-        """Makes room for a version that is published next. Tells where it is going to be: blobs, by number of the object."""
-        version = command.arguments["version"]
-        if (kept := self._same(command)) is not None:
-            return kept.blobs
-        self.do_withdraw(command)
-        origin, mine = self._origin(command.arguments["plan"], command.arguments["digest"])
-        publication = origin.publication
-        rooms: dict[int, blobs.Reserved] = {}
-        for number in np.unique(publication.object_of[mine]).tolist():
-            self.check(command.epoch)
-            nbytes = int(publication.object_nbytes[number])
-            rooms[number] = blobs.Reserved(nbytes, timeout_s=command.timeout_s, note=f"weights, version {version}")
-        self._rooms = rooms
-        return {number: room.blob for number, room in rooms.items()}
-
-    def _same(self, command: Command) -> Published | None:
-        """What it has published already for the same operation, which a coordinator that was restarted asks for again."""
-        kept = self._kept.get(command.arguments["version"])
-        wanted = command.arguments["operation"], command.arguments["digest"]
-        return kept if kept is not None and (kept.operation, kept.plan) == wanted else None
-
     def do_publish(self, command: Command) -> Published:
+        """Makes room for a version, tells where it is going to be, and writes it there."""
         version, operation = command.arguments["version"], command.arguments["operation"]
-        if (kept := self._same(command)) is not None:
-            return kept
+        if version in self._kept:
+            kept = self._kept[version]
+            if (kept.operation, kept.plan) == (operation, command.arguments["digest"]):
+                self._tell_rooms(command.epoch, kept.blobs)
+                return kept  # asked for again, by a coordinator that was restarted
+            self.do_withdraw(command)
         begin = time.monotonic()
         origin, mine = self._origin(command.arguments["plan"], command.arguments["digest"])
         publication = origin.publication
-        own, buffers = self._own(origin, mine), self._shard.buffers()
-        rooms, self._rooms = self._rooms, {}
+        sources = Sources(self._own(origin, mine), self._shard.buffers())
+        rooms: dict[int, blobs.Reserved] = {}
         made: dict[int, Blob] = {}
         try:
+            for number in np.unique(publication.object_of[mine]).tolist():
+                self.check(command.epoch)
+                nbytes = int(publication.object_nbytes[number])
+                rooms[number] = blobs.Reserved(nbytes, timeout_s=command.timeout_s, note=f"weights, version {version}")
+            self._tell_rooms(command.epoch, {number: room.blob for number, room in rooms.items()})
             for number, room in rooms.items():
                 self.check(command.epoch)
                 of = np.flatnonzero(publication.object_of[mine] == number)
 
                 def fill(out: np.ndarray, of: np.ndarray = of) -> None:
-                    pack(out, own.take(of), buffers, publication.offset[mine[of]])
+                    sources.pack(of, out, publication.offset[mine[of]])
 
                 made[number] = room.write(fill)
         except BaseException:
+            rooms.clear()
             blobs.drop(made.values())
             raise
         digests, patched = self._digests(publication, version, command, made)
         published = Published(version, operation, publication.digest, made, digests, patched, time.monotonic() - begin)
         self._kept[version] = published
         return published
+
+    def _tell_rooms(self, epoch: int, rooms: Mapping[int, Blob]) -> None:
+        """Does not wait: a coordinator that does not hear it asks for all of it again."""
+        self.tell("reserved", self.member.id, epoch, rooms)
 
     def _digests(self, publication: Publication, version: int, command: Command, made: Mapping[int, Blob]) -> tuple[np.ndarray, int]:
         """Of this rank's regions. Where deltas are wanted, and there is a version before, its patches are made on the way.
@@ -189,7 +180,6 @@ class Trainer(Agent):
 
     def do_withdraw(self, command: Command) -> None:
         """Another rank could not publish that version, so there is none."""
-        self._rooms = {}
         self._drop(command.arguments["version"])
         if self._history is not None:
             self._history.withdraw(command.arguments["version"])
@@ -219,16 +209,3 @@ class Trainer(Agent):
         lo, hi = plan.lo[mine, pad:], plan.hi[mine, pad:]
         offset = p.offset[at] + ((lo - p.lo[at]) * p.strides[at]).sum(axis=1)
         return Placement(p.metas, p.ranks, p.buffers, p.tensor[at], p.rank[at], lo, hi, p.buffer[at], offset, p.strides[at])
-
-
-def pack(out: np.ndarray, placement: Placement, buffers: Mapping[str, torch.Tensor], offsets: np.ndarray) -> None:
-    """Copies fragments into `out` (uint8), each packed at its offset."""
-    if in_memory(buffers):
-        source = Laid.of(placement, buffers)
-        address = np.uint64(out.ctypes.data) + offsets.astype(np.uint64)
-        copy(source, Laid.packed(address, source.extents, source.itemsize))
-        return
-    whole = torch.from_numpy(out)
-    for source, offset in zip(views(placement, buffers), offsets.tolist(), strict=True):
-        place = whole[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-        place.copy_(source.detach())

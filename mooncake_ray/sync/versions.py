@@ -16,6 +16,7 @@ __all__ = ["Edition", "Versions"]
 
 _SPACE = b"mooncake_ray"
 _OPERATIONS = 16  # remembered
+_EPOCHS = 64  # taken at a time
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Versions:
         known = json.loads(internal_kv._internal_kv_get(self._key, namespace=_SPACE) or b"{}")
         self.epoch: int = known.get("epoch", 0)
         """Of the last update."""
+        self._epochs = self.epoch  # numbers that are taken, so that a restarted actor begins with a new one
         self.current: int = known.get("version", -1)
         """That engines were brought to."""
         self.engines: frozenset[str] = frozenset(known.get("engines", ()))
@@ -76,7 +78,9 @@ class Versions:
 
     def next_epoch(self) -> int:
         self.epoch += 1
-        self._save()
+        if self.epoch > self._epochs:
+            self._epochs = self.epoch + _EPOCHS
+            self._save()
         return self.epoch
 
     def at(self, version: int) -> None:
@@ -96,5 +100,5 @@ class Versions:
         internal_kv._internal_kv_del(self._key, namespace=_SPACE)
 
     def _save(self) -> None:
-        state = {"epoch": self.epoch, "version": self.current, "operations": self._operations, "engines": sorted(self.engines)}
+        state = {"epoch": self._epochs, "version": self.current, "operations": self._operations, "engines": sorted(self.engines)}
         internal_kv._internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_SPACE)

@@ -11,9 +11,9 @@ import torch
 
 from mooncake_ray._native import delta as _native
 from mooncake_ray.weights.placement import Placement, packed_strides
-from mooncake_ray.weights.shard import fitting
+from mooncake_ray.weights.shard import fitting, views
 
-__all__ = ["Laid", "copy", "in_memory", "tensor_over"]
+__all__ = ["Laid", "Sources", "copy", "in_memory", "tensor_over"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,26 @@ def copy(source: Laid, target: Laid) -> None:
     if not (np.array_equal(source.extents, target.extents) and np.array_equal(source.itemsize, target.itemsize)):
         raise ValueError(f"{len(source)} boxes are to be copied to {len(target)} of other shapes")
     _native.move(source.address, source.strides, target.address, target.strides, source.extents, source.itemsize)
+
+
+class Sources:
+    """The fragments of a one-rank placement, to be packed. In this process's memory, or in a device's. Not to be written meanwhile."""
+
+    def __init__(self, placement: Placement, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raises as `shard.views`."""
+        self._laid = Laid.of(placement, buffers) if in_memory(buffers) else None
+        self._tensors = [] if self._laid is not None else [t.detach() for t in views(placement, buffers)]
+
+    def pack(self, which: np.ndarray, out: np.ndarray, offsets: np.ndarray) -> None:
+        """Copies some of them into `out` (uint8), each packed at its offset; int64 (m), both."""
+        if self._laid is not None:
+            source = self._laid.only(which)
+            copy(source, Laid.packed(np.uint64(out.ctypes.data) + offsets.astype(np.uint64), source.extents, source.itemsize))
+            return
+        whole = torch.from_numpy(out)
+        for i, offset in zip(which.tolist(), offsets.tolist(), strict=True):
+            source = self._tensors[i]
+            whole[offset : offset + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
 
 
 def in_memory(buffers: Mapping[str, torch.Tensor]) -> bool:

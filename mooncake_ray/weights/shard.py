@@ -46,8 +46,8 @@ def fitting(placement: Placement, buffers: Mapping[str, torch.Tensor]) -> list[t
 
     missing = np.array([buffer is None for buffer in there], bool)
     refuse(missing[placement.buffer], lambda _, name: f"there is no buffer {name!r}")
-    is_a = np.array([str(buffer.dtype).removeprefix("torch.") if buffer is not None else "" for buffer in there], object)
-    wanted = np.array([meta.dtype for meta in placement.metas], object)
+    is_a = np.array([None if buffer is None else buffer.dtype for buffer in there], object)
+    wanted = np.array([getattr(torch, meta.dtype) for meta in placement.metas], object)
     refuse(
         is_a[placement.buffer] != wanted[placement.tensor],
         lambda i, name: f"buffer {name!r} is {buffers[name].dtype}, not {placement.metas[placement.tensor[i]].dtype}",

@@ -49,12 +49,12 @@ class Memory:
         """Gets what comes in, before anybody reads it: "weights, version 3", "weights, 2 to 3", "unit"; and "received" for each
         receiver of a broadcast."""
         self._numbers = itertools.count()
-        self._unwritten: weakref.WeakValueDictionary[bytes, _Reserved] = weakref.WeakValueDictionary()
+        self.unwritten: weakref.WeakValueDictionary[bytes, _Reserved] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
     def Reserved(self, nbytes: int, *, timeout_s: float, note: str = "") -> _Reserved:
         out = _Reserved(self, self._blob(nbytes), note)
-        self._unwritten[out.blob.id] = out
+        self.unwritten[out.blob.id] = out
         return out
 
     def write(self, nbytes: int, fill: Callable[[np.ndarray], None], *, timeout_s: float, note: str = "") -> Blob:
@@ -69,7 +69,7 @@ class Memory:
         return self.keep(self._blob(nbytes), data, "unit")
 
     def view(self, blob: Blob) -> np.ndarray:
-        while blob.id in self._unwritten:
+        while blob.id in self.unwritten:
             time.sleep(_LOOK_S)
         try:
             out = self.there[blob.id][:]
@@ -94,7 +94,7 @@ class Memory:
         self.spoil(note, data)
         with self._lock:
             self.there[blob.id] = data
-            self._unwritten.pop(blob.id, None)
+            self.unwritten.pop(blob.id, None)
             self.most = max(self.most, self.nbytes)
         return blob
 
@@ -194,6 +194,7 @@ class Group:
             mock.patch.object(versions, "internal_kv", keep),
             mock.patch.object(lives, "is_over", return_value=False),
             mock.patch.object(Agent, "call", _call),
+            mock.patch.object(Agent, "tell", lambda member, method, *arguments: self.tell(method, *arguments)),
             *(mock.patch.object(module, "this_member", _this_member) for module in (trainer, engine)),
             *(mock.patch.object(module, "Ring", rings) for module in (trainer, engine)),
             mock.patch.object(trainer, "Host", lambda host, tag, timeout_s: types.SimpleNamespace(meeting=Meeting(host, 0, tag))),
@@ -254,6 +255,11 @@ class Group:
                     raise
                 future.cancel()
         raise SyncTimeoutError(f"the coordinator has not answered {method!r} within {timeout_s:g} s")
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        if (there := self._coordinator) is not None:
+            said = pickle.loads(pickle.dumps(arguments))
+            asyncio.run_coroutine_threadsafe(getattr(there, method)(*said), self._loop)
 
     # ---- members
 

@@ -12,6 +12,7 @@ from local_group import Group
 
 from mooncake_ray.errors import StoreFullError, SyncAbortedError
 from mooncake_ray.sync import trainer
+from mooncake_ray.weights.laid import Sources
 from mooncake_ray.weights.source import StateDictSource
 
 S = 30.0
@@ -41,18 +42,18 @@ def test_engines_begin_with_what_is_written(group, monkeypatch, mode):
     there = threading.Event()
     wrote: list[int] = []
 
-    def pack(out: np.ndarray, *what: object) -> None:
+    def pack(self: Sources, which: np.ndarray, *where: object) -> None:
         if wrote:
             assert there.wait(S), "nothing is staged before everything is written"
-        wrote.append(len(out))
-        original(out, *what)
+        wrote.append(len(which))
+        original(self, which, *where)
 
     def arrived(note: str, data: np.ndarray) -> None:
         if note == "unit":
             there.set()
 
-    original = trainer.pack
-    monkeypatch.setattr(trainer, "pack", pack)
+    original = Sources.pack
+    monkeypatch.setattr(Sources, "pack", pack)
     group.memory.spoil = arrived
     report = group.sync(mode=mode)
     assert len(wrote) == 2 and report.mode == "p2p" and report.engines == ["e"] and holds(group, 1.0)
@@ -70,14 +71,14 @@ def test_what_could_not_be_written_is_no_version(group, monkeypatch, mode, at):
         tensor.fill_(2.0)
     wrote: list[int] = []
 
-    def pack(out: np.ndarray, *what: object) -> None:
-        wrote.append(len(out))
+    def pack(self: Sources, which: np.ndarray, *where: object) -> None:
+        wrote.append(len(which))
         if len(wrote) == at + 1:
             raise StoreFullError("the disk of the pool is full")
-        original(out, *what)
+        original(self, which, *where)
 
-    original = trainer.pack
-    monkeypatch.setattr(trainer, "pack", pack)
+    original = Sources.pack
+    monkeypatch.setattr(Sources, "pack", pack)
     with pytest.raises(SyncAbortedError, match=r"version 1 was not published.*the disk of the pool is full"):
         group.sync(mode=mode)
     assert holds(group, 1.0) and group.versions() == {"e": 0} and group.status().published == 0
@@ -101,7 +102,7 @@ def test_room_that_cannot_be_made_is_given_back(group, monkeypatch):
     with pytest.raises(SyncAbortedError, match="no room"):
         group.sync(mode="p2p")
     end = time.monotonic() + S
-    while any(member._rooms for member in group.members if isinstance(member, trainer.Trainer)):  # they are told, and not waited for
+    while group.memory.unwritten:  # the other rank is told, and not waited for
         assert time.monotonic() < end
         time.sleep(0.01)
     assert group.sync(mode="p2p").engines == ["e"] and holds(group, 1.0)
