@@ -130,8 +130,8 @@ class Courier:
         return Edition(Manifest(version, plan, tuple(blobs[i] for i in range(len(blobs)))), contents)
 
     async def _origin(self, trainers: Unit) -> tuple[Origin, Blob]:
-        targets = [e.placement for e in self._roster.engines.values() if e.whole]
-        return await asyncio.to_thread(self._plans.origin, trainers.placement, trainers.hosts, targets)
+        what = trainers.placement, trainers.hosts, [e.placement for e in self._roster.engines.values() if e.whole]
+        return self._plans.origin_again(*what) or await asyncio.to_thread(self._plans.origin, *what)
 
     # ---- delivering
 
@@ -160,9 +160,8 @@ class Courier:
             for part in await self._parts(manifest, engines, mode, trainers, epoch, report, deadline):
                 begin = time.monotonic()
                 hosts = trainers.hosts | {rank: host for e in part.engines for rank, host in e.hosts.items()}
-                route, to = await asyncio.to_thread(
-                    self._plans.route, origin.publication, [e.placement for e in part.engines], hosts, trainers.aliases
-                )
+                whereto = origin.publication, [e.placement for e in part.engines], hosts, trainers.aliases
+                route, to = self._plans.route_again(*whereto) or await asyncio.to_thread(self._plans.route, *whereto)
                 report.plan_s += time.monotonic() - begin
                 members = {m: e for m, e in engine_of.items() if e in part.engines}
                 self._note_units(epoch, route, members)

@@ -6,7 +6,7 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,11 @@ from mooncake_ray.sync.collective import Meeting, Ring, broadcast_order, receive
 from mooncake_ray.sync.member import Agent, this_member
 from mooncake_ray.sync.messages import Command, Join, Manifest, State
 from mooncake_ray.sync.plans import Origin, Route, load
+from mooncake_ray.sync.units import Unit, Units
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.digest import content_digest
-from mooncake_ray.weights.patch import Patch, Regions
+from mooncake_ray.weights.patch import Patch
 from mooncake_ray.weights.placement import Placement
-from mooncake_ray.weights.plan import Delivery, Publication, Reads, lower
 from mooncake_ray.weights.shard import views
 
 if TYPE_CHECKING:
@@ -48,18 +48,17 @@ class _Staged:
 
     epoch: int
     version: int
-    route: Route
-    boxes: np.ndarray
-    """int64: this rank's, rising."""
+    units: Units
     digests: np.ndarray
-    """uint64: of these."""
+    """uint64: of this rank's boxes."""
     nbytes: int = 0
     """Of the units that are here."""
     changes: Changes | None = None
     """Instead of units."""
     made: list[Blob] = field(default_factory=list)
     """That this rank leads, and others read."""
-    units: dict[int, np.ndarray] = field(default_factory=dict)
+    here: dict[int, np.ndarray] = field(default_factory=dict)
+    """Bytes of units, by number."""
 
 
 class Engine(Agent):
@@ -70,6 +69,7 @@ class Engine(Agent):
         self._adapter = adapter
         self._placement = Placement.of(self.member.name, adapter.shard().fragments())
         self._plans: dict[str, Origin | Route] = {}
+        self._units: Units | None = None
         self._staged: _Staged | None = None
         self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's fragments at it
         self._paused = 0.0  # since when; 0: it is not
@@ -118,41 +118,39 @@ class Engine(Agent):
         deadline = Deadline(command.timeout_s)
         origin = self._plan(command.arguments["origin"], manifest.plan, Origin)
         route = self._plan(command.arguments["route"], command.arguments["digest"], Route)
-        boxes = route.boxes(self.member.name)
-        staged = self._staged = _Staged(command.epoch, manifest.version, route, boxes, np.zeros(len(boxes), np.uint64))
+        if self._units is None or self._units.publication is not origin.publication or self._units.delivery is not route.delivery:
+            self._units = Units(origin, route, self.member.name)
+        staged = self._staged = _Staged(command.epoch, manifest.version, self._units, np.zeros(len(self._units.boxes), np.uint64))
         if (patches := command.arguments["patches"]) is not None:
-            self._fetch(staged, origin, patches, boxes)
+            self._fetch(staged, patches)
         elif (meeting := command.arguments.get("meeting")) is not None:
-            self._receive(staged, origin, meeting, command.arguments["seat"], deadline)
+            self._receive(staged, meeting, command.arguments["seat"], deadline)
         else:
-            self._pull(staged, origin, manifest, deadline)
+            self._pull(staged, manifest, deadline)
         with self._told:
             self._leaders = {key: blob for key, blob in self._leaders.items() if key[0] > command.epoch}
         return staged.digests
 
-    def _take(self, staged: _Staged, origin: Origin, unit: int, data: np.ndarray) -> None:
+    def _take(self, staged: _Staged, unit: Unit, data: np.ndarray) -> None:
         """A unit is here."""
-        boxes, delivery = staged.boxes, staged.route.delivery
-        of = np.flatnonzero(delivery.unit[boxes] == unit)
-        staged.digests[of] = regions_of(origin.publication, delivery, boxes[of]).digests(data)
+        staged.digests[unit.boxes] = unit.regions.digests(data)
         with self._told:
-            staged.units[unit] = data
+            staged.here[unit.number] = data
             staged.nbytes += len(data)
-            last = len(staged.units) == len(np.unique(delivery.unit[boxes]))
+            last = len(staged.here) == len(staged.units.order)
             if due := last or time.monotonic() - self._progress_told > _PROGRESS_S:
                 self._progress_told = time.monotonic()
         if due:
             self.call("progress", self.member.id, staged.epoch, staged.nbytes)
 
-    def _fetch(self, staged: _Staged, origin: Origin, patches: Mapping[int, Blob], boxes: np.ndarray) -> None:
+    def _fetch(self, staged: _Staged, patches: Mapping[int, Blob]) -> None:
         """Mode `delta`: gets what changed, and works out what the digests are going to be."""
-        delivery = staged.route.delivery
+        publication, delivery, boxes = staged.units.publication, staged.units.delivery, staged.units.boxes
         found: dict[int, Patch] = {}
-        for number in needed(origin.publication, delivery, boxes).tolist():
+        for number in needed(publication, delivery, boxes).tolist():
             self.check(staged.epoch)
             found[number] = Patch.parse(blobs.view(patches[number]))
-        first, last = staged.route.spans[self.member.name]
-        staged.changes = Changes(self._placement, delivery.box_of[first:last], origin.publication, delivery, found)
+        staged.changes = Changes(self._placement, delivery.box_of[slice(*staged.units.span)], publication, delivery, found)
         targets = list(views(self._placement, self._adapter.shard().buffers()))
         if self._digests is None or self._digests[0] != self.version:
             own = self._placement
@@ -162,34 +160,30 @@ class Engine(Agent):
         _, one = np.unique(staged.changes.box_of, return_index=True)  # fragment of each box
         staged.digests = staged.changes.digests(targets, self.version, boxes, self._digests[1][one])
 
-    def _pull(self, staged: _Staged, origin: Origin, manifest: Manifest, deadline: Deadline) -> None:
+    def _pull(self, staged: _Staged, manifest: Manifest, deadline: Deadline) -> None:
         """Mode `p2p`: reads its regions from the trainers' nodes, and what others lead from theirs."""
-        delivery = staged.route.delivery
-        me = delivery.ranks.index(self.member.name)
         pools = [
             concurrent.futures.ThreadPoolExecutor(n, "mooncake_ray.units") for n in (_LEADS, _FOLLOWS)
         ]  # leads must not wait for others
         try:
             doing = []
-            for unit in delivery.units_of(self.member.name).tolist():
-                leads = delivery.leader[unit] == me
-                doing.append(pools[not leads].submit(self._lead if leads else self._follow, staged, origin, manifest, unit, deadline))
+            for number in staged.units.order:
+                unit = staged.units[number]
+                doing.append(pools[not unit.leads].submit(self._lead if unit.leads else self._follow, staged, manifest, unit, deadline))
             for one in concurrent.futures.as_completed(doing):
                 one.result()
         finally:
             for threads in pools:
                 threads.shutdown(cancel_futures=True)
 
-    def _receive(self, staged: _Staged, origin: Origin, meeting: Meeting, seat: int, deadline: Deadline) -> None:
+    def _receive(self, staged: _Staged, meeting: Meeting, seat: int, deadline: Deadline) -> None:
         """Mode `nccl`: takes what it wants of everything that is broadcast."""
-        publication, delivery = origin.publication, staged.route.delivery
-        units: dict[int, np.ndarray] = {}
+        publication, delivery = staged.units.publication, staged.units.delivery
+        room = {unit: np.empty(staged.units[unit].nbytes, np.uint8) for unit in staged.units.order}
         wanted: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # by object: where to, and the runs
-        for unit in delivery.units_of(self.member.name).tolist():
-            reads = lower(publication, delivery, unit)
-            units[unit] = np.empty(int(delivery.unit_nbytes[unit]), np.uint8)
-            for number, runs in by_object(reads):
-                wanted.setdefault(number, []).append((units[unit], runs))
+        for unit, out in room.items():
+            for number, runs in staged.units[unit].reads:
+                wanted.setdefault(number, []).append((out, runs))
         order = broadcast_order(publication)
         owners = sorted(set(publication.objects[:, 0].tolist()))
         device = self._device
@@ -206,8 +200,8 @@ class Engine(Agent):
         finally:
             for ring in rings:
                 ring.close()
-        for unit, data in units.items():
-            self._take(staged, origin, unit, data)
+        for unit, data in room.items():
+            self._take(staged, staged.units[unit], data)
 
     @property
     def _device(self) -> torch.device:
@@ -236,8 +230,7 @@ class Engine(Agent):
             self._adapter.abort_weight_update()
             self._digests = None
             raise
-        first, last = staged.route.spans[self.member.name]
-        own = np.searchsorted(staged.boxes, staged.route.delivery.box_of[first:last])
+        own = np.searchsorted(staged.units.boxes, staged.units.delivery.box_of[slice(*staged.units.span)])
         self._digests = staged.version, staged.digests[own]
         return time.monotonic() - self._paused
 
@@ -255,33 +248,31 @@ class Engine(Agent):
 
     # ---- units
 
-    def _lead(self, staged: _Staged, origin: Origin, manifest: Manifest, unit: int, deadline: Deadline) -> None:
+    def _lead(self, staged: _Staged, manifest: Manifest, unit: Unit, deadline: Deadline) -> None:
         """Gathers a unit, and tells the others that want it."""
-        blob = self._gathered(staged, origin, manifest, unit, deadline)
-        if len(staged.route.delivery.members(unit)) > 1:
-            self.call("staged", self.member.id, staged.epoch, unit, blob)
-        self._take(staged, origin, unit, blobs.view(blob))
+        blob = self._gathered(staged, manifest, unit, deadline)
+        if not unit.alone:
+            self.call("staged", self.member.id, staged.epoch, unit.number, blob)
+        self._take(staged, unit, blobs.view(blob))
 
-    def _gathered(self, staged: _Staged, origin: Origin, manifest: Manifest, unit: int, deadline: Deadline) -> Blob:
+    def _gathered(self, staged: _Staged, manifest: Manifest, unit: Unit, deadline: Deadline) -> Blob:
         self.check(staged.epoch)
-        reads = lower(origin.publication, staged.route.delivery, unit)
-        parts = [manifest.blobs[number].part(runs) for number, runs in by_object(reads)]
-        nbytes = int(staged.route.delivery.unit_nbytes[unit])
-        blob = blobs.gather(parts, nbytes, timeout_s=deadline.left(f"unit {unit}"))
+        parts = [manifest.blobs[number].part(runs) for number, runs in unit.reads]
+        blob = blobs.gather(parts, unit.nbytes, timeout_s=deadline.left(f"unit {unit.number}"))
         staged.made.append(blob)
         return blob
 
-    def _follow(self, staged: _Staged, origin: Origin, manifest: Manifest, unit: int, deadline: Deadline) -> None:
+    def _follow(self, staged: _Staged, manifest: Manifest, unit: Unit, deadline: Deadline) -> None:
         """Gets a unit from the rank that leads it; from the trainers, if that cannot be."""
         why: object = "it died"
-        if (blob := self._led(staged.epoch, unit, deadline)) is not None:
+        if (blob := self._led(staged.epoch, unit.number, deadline)) is not None:
             try:
-                self._take(staged, origin, unit, blobs.view(blob))
+                self._take(staged, unit, blobs.view(blob))
                 return
             except MooncakeRayError as e:
                 why = e
-        logger.warning("mooncake_ray: %s gets unit %d from the trainers, not from its leader: %s", self.member, unit, why)
-        self._take(staged, origin, unit, blobs.view(self._gathered(staged, origin, manifest, unit, deadline)))
+        logger.warning("mooncake_ray: %s gets unit %d from the trainers, not from its leader: %s", self.member, unit.number, why)
+        self._take(staged, unit, blobs.view(self._gathered(staged, manifest, unit, deadline)))
 
     def _led(self, epoch: int, unit: int, deadline: Deadline) -> Blob | None:
         """Where the leader of a unit has it. None: it will not."""
@@ -296,11 +287,11 @@ class Engine(Agent):
 
     def _pieces(self, staged: _Staged) -> PackedPieces:
         """For each of this rank's fragments what belongs there."""
-        delivery = staged.route.delivery
-        box = delivery.box_of[slice(*staged.route.spans[self.member.name])]
-        units = sorted(staged.units)
-        array = np.searchsorted(np.array(units, np.int64), delivery.unit[box])
-        return PackedPieces(self._placement, [staged.units[unit] for unit in units], array, delivery.offset[box])
+        delivery = staged.units.delivery
+        box = delivery.box_of[slice(*staged.units.span)]
+        here = sorted(staged.here)
+        array = np.searchsorted(np.array(here, np.int64), delivery.unit[box])
+        return PackedPieces(self._placement, [staged.here[unit] for unit in here], array, delivery.offset[box])
 
     def _plan(self, blob: Blob, digest: str, kind: type[Any]) -> Any:
         """A plan, by the digest that it must have."""
@@ -316,19 +307,5 @@ class Engine(Agent):
     def _forget(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
-            staged.units.clear()
+            staged.here.clear()
             blobs.drop(staged.made)
-
-
-def regions_of(publication: Publication, delivery: Delivery, boxes: np.ndarray) -> Regions:
-    """Boxes of one unit, as they lie in its object."""
-    tensor, lo, hi = delivery.tensor[boxes], delivery.lo[boxes], delivery.hi[boxes]
-    shapes = np.pad(publication.shapes, ((0, 0), (lo.shape[1] - publication.shapes.shape[1], 0)), constant_values=1)
-    return Regions(lo, hi, shapes[tensor], publication.itemsize[tensor].astype(np.int32), delivery.offset[boxes])
-
-
-def by_object(reads: Reads) -> Iterator[tuple[int, np.ndarray]]:
-    """The number of each object, and the runs of it as `Part` has them."""
-    ends = np.searchsorted(reads.runs[:, 0], np.arange(len(reads.objects) + 1))
-    for i, number in enumerate(reads.objects.tolist()):
-        yield number, np.ascontiguousarray(reads.runs[ends[i] : ends[i + 1], 1:])

@@ -66,11 +66,6 @@ def _spans(joined: Placement) -> dict[str, tuple[int, int]]:
     return {rank: (ends[i], ends[i + 1]) for i, rank in enumerate(joined.ranks)}
 
 
-def _layout(placement: Placement) -> str:
-    """What an engine's ranks want, whatever they are called."""
-    return replace(placement, ranks=tuple(str(i) for i in range(len(placement.ranks)))).digest
-
-
 class Plans:
     """Makes each once. Used by one thread at a time."""
 
@@ -86,8 +81,8 @@ class Plans:
             hosts: Of the source's ranks.
             targets: Of the engines that there are.
         """
-        layouts = {_layout(target): target for target in targets}
-        key = (source.digest, repr(sorted(hosts.items())), *sorted(layouts))
+        layouts = {target.layout: target for target in targets}
+        key = _origin_key(source, hosts, targets)
         if key not in self._origins:
             wanted = Placement.join([layouts[name] for name in sorted(layouts)]) if layouts else None
             plan = publish_plan(source, topology=Topology(hosts), target=wanted, bucket_bytes=self._bucket_bytes)
@@ -97,6 +92,10 @@ class Plans:
             self._origins[key] = origin, _stored(origin)
         return self._origins[key]
 
+    def origin_again(self, source: Placement, hosts: Mapping[str, str], targets: Sequence[Placement]) -> tuple[Origin, Blob] | None:
+        """As `origin`, if it is made already: at once."""
+        return self._origins.get(_origin_key(source, hosts, targets))
+
     def known(self, digest: str) -> tuple[Origin, Blob] | None:
         """The one whose publication has that digest."""
         return next((found for found in self._origins.values() if found[0].publication.digest == digest), None)
@@ -105,7 +104,7 @@ class Plans:
         self, publication: Publication, targets: Sequence[Placement], hosts: Mapping[str, str], aliases: Collection[str]
     ) -> tuple[Route, Blob]:
         """`hosts`: of the ranks of both sides. `aliases`: tensors that nobody need want, besides those to ignore."""
-        key = (publication.digest, *(t.digest for t in targets), repr((sorted(hosts.items()), sorted(aliases))))
+        key = _route_key(publication, targets, hosts, aliases)
         if key not in self._routes:
             joined = Placement.join(targets)
             delivery = deliver_plan(publication, joined, topology=Topology(hosts), ignore={*self._ignore, *aliases})
@@ -114,6 +113,22 @@ class Plans:
                 blobs.drop([self._routes.pop(next(iter(self._routes)))[1]])
             self._routes[key] = route, _stored(route)
         return self._routes[key]
+
+    def route_again(
+        self, publication: Publication, targets: Sequence[Placement], hosts: Mapping[str, str], aliases: Collection[str]
+    ) -> tuple[Route, Blob] | None:
+        """As `route`, if it is made already: at once."""
+        return self._routes.get(_route_key(publication, targets, hosts, aliases))
+
+
+def _origin_key(source: Placement, hosts: Mapping[str, str], targets: Sequence[Placement]) -> tuple[str, ...]:
+    return (source.digest, repr(sorted(hosts.items())), *sorted({target.layout for target in targets}))
+
+
+def _route_key(
+    publication: Publication, targets: Sequence[Placement], hosts: Mapping[str, str], aliases: Collection[str]
+) -> tuple[str, ...]:
+    return (publication.digest, *(t.digest for t in targets), repr((sorted(hosts.items()), sorted(aliases))))
 
 
 def check(publication: Publication, route: Route, digests: np.ndarray, prepared: Mapping[str, np.ndarray], engine: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ class Unit:
     name: str
     world: int
     joined: dict[int, Join] = field(default_factory=dict)
+    _placed: tuple[list[Placement], Placement] | None = None
 
     @property
     def whole(self) -> bool:
@@ -30,7 +31,11 @@ class Unit:
 
     @property
     def placement(self) -> Placement:
-        return Placement.join([self.joined[rank].placement for rank in sorted(self.joined)])
+        """Of all its ranks together; the same object for as long as they stay."""
+        parts = [self.joined[rank].placement for rank in sorted(self.joined)]
+        if self._placed is None or [id(p) for p in self._placed[0]] != [id(p) for p in parts]:
+            self._placed = parts, Placement.join(parts)
+        return self._placed[1]
 
     @property
     def aliases(self) -> frozenset[str]:

@@ -165,6 +165,11 @@ class Placement:
         return np.prod(self.hi - self.lo, axis=1) * self.itemsize
 
     @cached_property
+    def layout(self) -> str:
+        """As `digest`, whatever its ranks are called."""
+        return replace(self, ranks=tuple(str(i) for i in range(len(self.ranks)))).digest
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of all of it, in hex. The same for the same layout in another process."""
         out = hashlib.sha256()
