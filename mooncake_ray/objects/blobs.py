@@ -20,7 +20,7 @@ from mooncake_ray.objects.elsewhere import Elsewhere
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.transfer.door import Part
 
-__all__ = ["Blob", "Reserved", "drop", "gather", "view", "write"]
+__all__ = ["Blob", "Reserved", "drop", "gather", "is_here", "view", "write"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class Blob:
     pool_id: bytes
     id: bytes
     nbytes: int
+
+    def whole(self) -> Part:
+        return self.part(np.array([[0, 0, self.nbytes]], np.uint64))
 
     def part(self, runs: np.ndarray) -> Part:
         """Some of its bytes: runs as `Part` has them."""
@@ -96,6 +99,11 @@ def gather(parts: Sequence[Part], nbytes: int, *, timeout_s: float) -> Blob:
     return ask_engine(here, what, lambda door, left: door.gathered(parts, nbytes, left), take, Deadline(timeout_s))
 
 
+def is_here(blob: Blob) -> bool:
+    """Whether it is in this node's pool."""
+    return blob.pool_id == _here().client.pool_id
+
+
 def view(blob: Blob) -> np.ndarray:
     """Its bytes, read-only: uint8 (nbytes), valid as long as it lives. Of a blob of another node: once they are all here.
 
@@ -104,7 +112,7 @@ def view(blob: Blob) -> np.ndarray:
         GetTimeoutError: it did not come within `Config.pull_timeout_s`.
     """
     here = _here()
-    if blob.pool_id == here.client.pool_id:
+    if is_here(blob):
         return np.frombuffer(here.client.get(blob.id, 0.0), np.uint8, blob.nbytes)
     return np.frombuffer(Elsewhere(here, blob.pool_id, blob.id).shared(), np.uint8, blob.nbytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -299,8 +300,10 @@ class Courier:
             self._tell_followers(unit, None)
 
     def _tell_followers(self, unit: int, blob: Blob | None) -> None:
-        for member in self._followers.get(unit, ()):
-            self._mail.tell(member, self._epoch, "unit", unit=unit, blob=blob)
+        followers = self._followers.get(unit, ())
+        of_host = Counter(member.host for member in followers)
+        for member in followers:
+            self._mail.tell(member, self._epoch, "unit", unit=unit, blob=blob, shared=of_host[member.host] > 1)
 
 
 def _contents(publication: Publication, parts: Mapping[str, Published]) -> Contents:

@@ -75,7 +75,7 @@ class Engine(Agent):
         self._paused = 0.0  # since when; 0: it is not
         self._told = threading.Condition()
         self._progress_told = 0.0
-        self._leaders: dict[tuple[int, int], Blob | None] = {}  # by epoch and unit; None: it will not have it
+        self._leaders: dict[tuple[int, int], tuple[Blob | None, bool]] = {}  # by epoch and unit; see `_led`
         self.start(timeout_s)
 
     @property
@@ -104,7 +104,8 @@ class Engine(Agent):
     def hear(self, command: Command) -> None:
         with self._told:
             if command.what == "unit":
-                self._leaders[command.epoch, command.arguments["unit"]] = command.arguments["blob"]
+                said = command.arguments
+                self._leaders[command.epoch, said["unit"]] = said["blob"], said["shared"]
             self._told.notify_all()
 
     # ---- commands
@@ -265,8 +266,12 @@ class Engine(Agent):
     def _follow(self, staged: _Staged, manifest: Manifest, unit: Unit, deadline: Deadline) -> None:
         """Gets a unit from the rank that leads it; from the trainers, if that cannot be."""
         why: object = "it died"
-        if (blob := self._led(staged.epoch, unit.number, deadline)) is not None:
+        blob, shared = self._led(staged.epoch, unit.number, deadline)
+        if blob is not None:
             try:
+                if not shared and not blobs.is_here(blob):  # whoever leads has to serve no more than it gets: nobody need pass it on
+                    blob = blobs.gather([blob.whole()], unit.nbytes, timeout_s=deadline.left(f"unit {unit.number}"))
+                    staged.made.append(blob)
                 self._take(staged, unit, blobs.view(blob))
                 return
             except MooncakeRayError as e:
@@ -274,8 +279,8 @@ class Engine(Agent):
         logger.warning("mooncake_ray: %s gets unit %d from the trainers, not from its leader: %s", self.member, unit.number, why)
         self._take(staged, unit, blobs.view(self._gathered(staged, manifest, unit, deadline)))
 
-    def _led(self, epoch: int, unit: int, deadline: Deadline) -> Blob | None:
-        """Where the leader of a unit has it. None: it will not."""
+    def _led(self, epoch: int, unit: int, deadline: Deadline) -> tuple[Blob | None, bool]:
+        """Where the leader of a unit has it (None: it will not), and whether others of this node get it too."""
         with self._told:
             while (epoch, unit) not in self._leaders:
                 self.check(epoch)

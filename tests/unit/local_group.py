@@ -68,6 +68,9 @@ class Memory:
                 data[to : to + n] = source[begin : begin + n]
         return self.keep(self._blob(nbytes), data, "unit")
 
+    def is_here(self, blob: Blob) -> bool:
+        return False
+
     def view(self, blob: Blob) -> np.ndarray:
         while blob.id in self.unwritten:
             time.sleep(_LOOK_S)
@@ -190,7 +193,10 @@ class Group:
         )
         rings = _Rings(self.memory)
         for patch in (
-            *(mock.patch.object(blobs, name, getattr(self.memory, name)) for name in ("Reserved", "write", "gather", "view", "drop")),
+            *(
+                mock.patch.object(blobs, name, getattr(self.memory, name))
+                for name in ("Reserved", "write", "gather", "is_here", "view", "drop")
+            ),
             mock.patch.object(versions, "internal_kv", keep),
             mock.patch.object(lives, "is_over", return_value=False),
             mock.patch.object(Agent, "call", _call),
