@@ -28,8 +28,10 @@ class SyncReport:
     nbytes: int = 0
     """Of the boxes that were staged, each once however many ranks have it; of the patches, where those were."""
     publish_s: float = 0.0
+    """Until engines could begin to stage: when all is written, or (mode p2p) when there is room for it."""
     plan_s: float = 0.0
     stage_s: float = 0.0
+    """Also what is still written meanwhile."""
     commit_s: float = 0.0
     pause_s: float = 0.0
     """The longest that an engine's rank was paused."""
