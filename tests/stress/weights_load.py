@@ -19,6 +19,7 @@ from stress.chaos_load import kind_of
 
 SYNC_S = 30.0
 LATE_S = SYNC_S + 30.0
+_PAUSED = -2
 _READY_S = 120.0
 _TOLD_S = 5.0
 _MODES = ("auto", "p2p", "nccl", "delta")
@@ -74,11 +75,13 @@ class Engine:
         self.member = group.engine(self.engine, name, rank, world, timeout_s=_READY_S)
 
     def serves(self, newest: int) -> tuple[int, str]:
-        """The version that it serves (-1: none), and "" or what is wrong with that."""
+        """The version that it serves (-1: none; -2: it is paused), and "" or what is wrong with that."""
         import torch
 
         from mooncake_ray.errors import EnginePausedError, EnginePoisonedError
 
+        if self.engine.is_paused:
+            return _PAUSED, ""
         try:
             with self.engine.serving() as version:
                 if version is None:
@@ -148,15 +151,25 @@ class Load:
 
     def _look(self) -> None:
         for name, ranks in self._engines.items():
-            said = []
-            for rank in ranks:
-                try:
-                    said.append(self._ray.get(rank.serves.remote(self._seed), timeout=_READY_S))
-                except self._ray.exceptions.RayActorError:
-                    said.append((-1, ""))
+            end = time.monotonic() + _READY_S
+            while True:
+                said, alive = [], True
+                for rank in ranks:
+                    try:
+                        said.append(self._ray.get(rank.serves.remote(self._seed), timeout=_READY_S))
+                    except self._ray.exceptions.RayActorError:
+                        said.append((-1, ""))
+                        alive = False
+                # A rank that has a version waits, paused, for the others; not for ever, unless one of them is dead.
+                if not alive or all(version != _PAUSED for version, _ in said):
+                    break
+                if time.monotonic() > end:
+                    self.violations.append(f"{name} stays paused, and all its ranks live: {said}")
+                    break
+                time.sleep(0.2)
             self.violations += [f"{name}/{r}: {wrong}" for r, (_, wrong) in enumerate(said) if wrong]
             versions = {v for v, _ in said}
-            if len(versions - {-1}) > 1:
+            if len(versions - {-1, _PAUSED}) > 1:
                 self.violations.append(f"{name} serves a mixture: its ranks have versions {[v for v, _ in said]}")
             self.counts["looks"] += 1
 
