@@ -20,20 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from mooncake_ray.errors import ConfigError, DeltaBaseError, SnapshotError, StaleVersionError
 from mooncake_ray.weights.delta_index import INDEX, Anchor, Index, PatchFile, Step
 from mooncake_ray.weights.draft import Draft, owned
 from mooncake_ray.weights.file_source import LocalDirectory
 from mooncake_ray.weights.files import Files, Lock
+from mooncake_ray.weights.laid import Sources
 from mooncake_ray.weights.manifest import few
 from mooncake_ray.weights.patch import Regions, encode
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.publication import ALIGNMENT, Publication, publish_plan
-from mooncake_ray.weights.shard import Shard, views
+from mooncake_ray.weights.shard import Shard
 from mooncake_ray.weights.snapshot import SnapshotStore
-from mooncake_ray.weights.tensor_file import bits
 
 __all__ = ["DELTAS", "DeltaLog", "DeltaRank", "Update", "object_digest"]
 
@@ -103,8 +102,7 @@ class DeltaRank:
         # What is not the base is not asked for any more: its memory is used again.
         spare = [self._states.pop(v) for v in list(self._states) if v != update.base]
         now = spare[0] if spare else np.empty(nbytes, np.uint8)
-        for tensor, at in zip(views(self._placed, self._shard.buffers()), regions.offset.tolist(), strict=True):
-            _copy(now[at : at + tensor.nbytes], tensor)
+        Sources(self._placed, self._shard.buffers()).pack(np.arange(len(regions)), now, regions.offset)
         written = None
         if update.base is not None:
             patch = encode(
@@ -317,8 +315,3 @@ def _regions(publication: Publication, mine: np.ndarray) -> tuple[Regions, int]:
     sizes = -(-publication.nbytes[mine] // ALIGNMENT) * ALIGNMENT
     offset = np.cumsum(sizes) - sizes
     return Regions(lo, hi, shape, publication.itemsize[tensor].astype(np.int32), offset), int(sizes.sum())
-
-
-def _copy(place: np.ndarray, tensor: torch.Tensor) -> None:
-    source = bits(tensor)
-    torch.from_numpy(place).view(source.dtype).view(source.shape).copy_(source)

@@ -234,7 +234,7 @@ class DeltaReader:
         """All of them, or none. Returns how many elements changed."""
         boxes = {rank: layout.boxes(rank, patch) for rank, patch in patches.items()}
         which = np.unique(np.concatenate([np.zeros(0, np.int64), *(fragments for fragments, _ in boxes.values())]))
-        tensors = dict(zip(which.tolist(), views(_part(self._placement, which), self._shard.buffers()), strict=True))
+        tensors = dict(zip(which.tolist(), views(self._placement.take(which), self._shard.buffers()), strict=True))
         held, self.version = self.version, None
         done: list[tuple[Patch, Regions, list[patching.Part]]] = []
         changed = 0
@@ -297,12 +297,6 @@ class _Layout:
         fragments, regions = self._pairs[rank]
         changed = np.flatnonzero(patch.touched[regions])
         return fragments[changed], regions[changed]
-
-
-def _part(p: Placement, which: np.ndarray) -> Placement:
-    """Some of the fragments."""
-    arrays = (a[which] for a in (p.tensor, p.rank, p.lo, p.hi, p.buffer, p.offset, p.strides))
-    return Placement(p.metas, p.ranks, p.buffers, *arrays)
 
 
 def _places(placement: Placement) -> np.ndarray:
