@@ -17,7 +17,7 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
 test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
-	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j4 --output-sync=target native-test unit-test program-test integration-test FUZZ_INPUTS=50000
+	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j3 --output-sync=target integration-test program-test native-test unit-test FUZZ_INPUTS=50000
 
 # $(call pytest,NAME,WHAT). A process that native code ends says why long before its last line: that is repeated where it is looked for.
 pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "not slow" $(2) 2>&1 | tee build/$(1).log' \
