@@ -36,7 +36,7 @@ class _Update:
 
     placement: Placement
     buffers: Mapping[str, torch.Tensor]
-    laid: Laid | None = None
+    laid: Laid | None
     """The fragments, if they are in this process's memory."""
     written: bool = False
     """Whether anything may have been written."""
@@ -172,11 +172,13 @@ class TorchModuleEngine:
             if self._update is not None:
                 raise WeightSyncError("an update is open already")
             buffers = self._shard.buffers()
+            laid = None
             if in_memory(buffers):
-                self._update = _Update(self._placement, buffers, Laid.of(self._placement, buffers))
+                laid = Laid.of(self._placement, buffers)
+                _ = laid.distinct  # worked out before the pause
             else:
                 fitting(self._placement, buffers)
-                self._update = _Update(self._placement, buffers)
+            self._update = _Update(self._placement, buffers, laid)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
         with self._control, torch.no_grad():
@@ -270,7 +272,7 @@ class TorchModuleEngine:
         source = pieces.laid()
         if pieces.placement.metas != self._placement.metas or not np.array_equal(source.extents, target.extents):
             raise PlanError(f"pieces of {len(source)} fragments are for another layout than these {len(target)}")
-        once = target.distinct()
+        once = target.distinct
         update.written = True
         copy(source.only(once), target.only(once))
         update.whole.update(range(len(target)))

@@ -107,8 +107,7 @@ class Courier:
         told.cancel()
         if writing.done():
             writing.result()
-        manifest = Manifest(version, publication.digest, tuple(rooms.blobs[i] for i in range(len(rooms.blobs))))
-        return Edition(manifest, writing)
+        return Edition(_manifest(version, publication, rooms.blobs), writing)
 
     def reserved(self, id: str, epoch: int, blobs: Mapping[int, Blob]) -> None:
         """A trainer rank has room for its objects, by number, and begins to write them."""
@@ -128,7 +127,7 @@ class Courier:
         blobs = {number: blob for part in parts.values() for number, blob in part.blobs.items()}
         contents: asyncio.Future[Contents] = asyncio.get_running_loop().create_future()
         contents.set_result(_contents(origin.publication, parts))
-        return Edition(Manifest(version, plan, tuple(blobs[i] for i in range(len(blobs)))), contents)
+        return Edition(_manifest(version, origin.publication, blobs), contents)
 
     async def _origin(self, trainers: Unit) -> tuple[Origin, Blob]:
         what = trainers.placement, trainers.hosts, [e.placement for e in self._roster.engines.values() if e.whole]
@@ -304,6 +303,10 @@ class Courier:
         of_host = Counter(member.host for member in followers)
         for member in followers:
             self._mail.tell(member, self._epoch, "unit", unit=unit, blob=blob, shared=of_host[member.host] > 1)
+
+
+def _manifest(version: int, publication: Publication, blobs: Mapping[int, Blob]) -> Manifest:
+    return Manifest(version, publication.digest, tuple(blobs[i] for i in range(len(blobs))))
 
 
 def _contents(publication: Publication, parts: Mapping[str, Published]) -> Contents:

@@ -48,6 +48,12 @@ class Units:
         """Numbers of its units, as it should get them."""
         return tuple(self.delivery.units_of(self._rank).tolist())
 
+    @cached_property
+    def _shapes(self) -> np.ndarray:
+        """The publication's, with as many dimensions as the delivery has."""
+        shapes = self.publication.shapes
+        return np.pad(shapes, ((0, 0), (self.delivery.lo.shape[1] - shapes.shape[1], 0)), constant_values=1)
+
     def __getitem__(self, number: int) -> Unit:
         if number not in self._made:
             self._made[number] = self._make(number)
@@ -58,7 +64,6 @@ class Units:
         of = np.flatnonzero(delivery.unit[self.boxes] == number)
         boxes = self.boxes[of]
         tensor, lo = delivery.tensor[boxes], delivery.lo[boxes]
-        shapes = np.pad(publication.shapes, ((0, 0), (lo.shape[1] - publication.shapes.shape[1], 0)), constant_values=1)
         item = publication.itemsize[tensor].astype(np.int32)
         reads = lower(publication, delivery, number)
         ends = np.searchsorted(reads.runs[:, 0], np.arange(len(reads.objects) + 1))
@@ -68,6 +73,6 @@ class Units:
             delivery.ranks[delivery.leader[number]] == self._rank,
             len(delivery.members(number)) == 1,
             of,
-            Regions(lo, delivery.hi[boxes], shapes[tensor], item, delivery.offset[boxes]),
+            Regions(lo, delivery.hi[boxes], self._shapes[tensor], item, delivery.offset[boxes]),
             tuple((n, np.ascontiguousarray(reads.runs[ends[i] : ends[i + 1], 1:])) for i, n in enumerate(reads.objects.tolist())),
         )

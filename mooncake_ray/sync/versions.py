@@ -92,8 +92,9 @@ class Versions:
 
     def remember(self, engines: Iterable[str]) -> None:
         """That these are there."""
-        self.engines = frozenset(engines)
-        self._save()
+        if (now := frozenset(engines)) != self.engines:
+            self.engines = now
+            self._save()
 
     def forget(self) -> None:
         """The group is over."""

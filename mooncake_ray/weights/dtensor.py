@@ -29,7 +29,7 @@ def parts_of(name: str, tensor: Any) -> tuple[tuple[int, ...], torch.Tensor, lis
     Raises:
         PlanError: the tensor holds partial sums, or its local part is not the size its placements say.
     """
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter or not is_dtensor(tensor):
+    if not is_dtensor(tensor):
         shape = tuple(tensor.shape)
         zeros = (0,) * len(shape)
         return shape, tensor, [(zeros, shape, zeros)]

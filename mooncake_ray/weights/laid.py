@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ class Laid:
     def only(self, which: np.ndarray) -> Laid:
         return Laid(self.address[which], self.strides[which], self.extents[which], self.itemsize[which])
 
+    @cached_property
     def distinct(self) -> np.ndarray:
         """int64: those of them that are not where another one is already, rising."""
         rows = np.concatenate([self.address[:, None].view(np.int64), self.strides, self.extents], axis=1)

@@ -9,7 +9,7 @@ namespace {
 
 constexpr size_t kLongest = 256 << 10;  // bytes of a row, so that what is contiguous can be shared out too
 
-// As few and as long rows as there can be: the last dimension that is left are those of one call of `rows`.
+// As few and as long rows as there can be; `dims` are how many there are, and how far apart.
 struct Rows {
   explicit Rows(const Move& m) : from(m.from), to(m.to), nbytes(m.item) {
     for (const Move::Dim& d : m.dims) {

@@ -55,7 +55,7 @@ def test_what_is_packed_comes_back(shard, data):
 def test_what_is_there_twice_is_written_once():
     tensor = torch.zeros(4)
     there = Laid.of(*placed({"a": tensor, "b": tensor, "c": torch.zeros(4)}))
-    assert there.distinct().tolist() == [0, 2]
+    assert there.distinct.tolist() == [0, 2]
 
 
 def test_other_shapes_are_refused():
