@@ -180,6 +180,11 @@ class TorchModuleEngine:
                 fitting(self._placement, buffers)
             self._update = _Update(self._placement, buffers, laid)
 
+    def prepare_weights(self, update_info: UpdateInfo) -> None:
+        """Weights are written in place: there is nothing to prepare."""
+        with self._control:
+            self._open()
+
     def update_weights(self, update_info: UpdateInfo) -> None:
         with self._control, torch.no_grad():
             update = self._open()

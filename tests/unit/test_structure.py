@@ -21,7 +21,7 @@ LEVELS = {
     "transfer": 1,
     "data": 2,
     "weights": 2,
-    "engines": 3,
+    "engines": 4,
     "objects": 4,
     "sync": 4,
     "cli": 4,
@@ -38,6 +38,7 @@ MAY_IMPORT = {  # third parties, at module level, by level
 MAY_ONLY_IMPORT = {
     "cli": set(),
     "integrations": {"numpy", "ray", "torch"},
+    "engines": {"numpy", "ray", "torch"},
     "sync": {"numpy", "ray", "torch"},
     "testing": {"pytest"},
 }  # whatever their level
