@@ -23,6 +23,7 @@ LEVELS = {
     "weights": 2,
     "engines": 3,
     "objects": 4,
+    "serve": 4,
     "sync": 4,
     "cli": 4,
     "integrations": 4,
@@ -38,6 +39,7 @@ MAY_IMPORT = {  # third parties, at module level, by level
 MAY_ONLY_IMPORT = {
     "cli": set(),
     "integrations": {"numpy", "ray", "torch"},
+    "serve": {"numpy", "ray", "torch", "fastapi", "pydantic", "starlette"},
     "sync": {"numpy", "ray", "torch"},
     "testing": {"pytest"},
 }  # whatever their level
