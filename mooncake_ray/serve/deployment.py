@@ -32,7 +32,13 @@ class Endpoint:
 
 
 def run(
-    store: str | os.PathLike[str], *, name: str = "weights", route_prefix: str = "/", replicas: int = 1, num_cpus: float = 0, **settings: Any
+    store: str | os.PathLike[str],
+    *,
+    name: str = "weights",
+    route_prefix: str = "/",
+    replicas: int = 1,
+    num_cpus: float = 0,
+    **settings: Any,
 ) -> Any:
     """Starts the endpoint on the cluster that Ray is connected to, and returns its handle when it is ready.
 
