@@ -10,7 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from mooncake_ray.errors import MooncakeRayError
-from mooncake_ray.serve import health, versions
+from mooncake_ray.serve import health, overview, page, versions
+from mooncake_ray.serve.lookout import Lookout
 from mooncake_ray.serve.problems import MEDIA_TYPE, Problem, of_error
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ __all__ = ["build_app"]
 
 logger = logging.getLogger("mooncake_ray")
 
-ROUTERS = (health.router, versions.router)
+ROUTERS = (health.router, versions.router, overview.router, page.router)
 """What the application is made of. A further part of it is a module with a router; its handlers find the desk as `request.app.state.desk`."""
 
 
@@ -28,6 +29,7 @@ def build_app(desk: Desk) -> FastAPI:
     """The application over a desk. Its schema is at /openapi.json, and for people at /docs."""
     app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None)
     app.state.desk = desk
+    app.state.lookout = Lookout(desk)
     for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(Problem, _problem)
