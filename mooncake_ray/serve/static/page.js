@@ -2,18 +2,19 @@
 // Asks for v1/overview every second and shows it. Nodes of the document are kept from one answer to the next, and touched only where the
 // text is another one: nothing flickers, and a selection stays. Names come from users: they only ever become text.
 
-const EVERY_MS = 1000, HIDDEN_EVERY_MS = 10000, GIVE_UP_MS = 8000, LATE_S = 3, MOST_ROWS = 500;
+const EVERY_MS = 1000, HIDDEN_EVERY_MS = 10000, GIVE_UP_MS = 8000, LATE_S = 3, SILENT_S = 10, MOST_ROWS = 500;
 const byId = (id) => document.getElementById(id);
 
 // ---- text
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-function size(bytes) {
-  if (bytes === null) return "–";
+function scaled(bytes, whole) {
   let unit = 0;
-  while (bytes >= 1024 && unit < UNITS.length - 1) { bytes /= 1024; unit++; }
-  return `${unit === 0 || bytes >= 100 ? Math.round(bytes) : bytes.toFixed(1)} ${UNITS[unit]}`;
+  while (whole >= 1024 && unit < UNITS.length - 1) { bytes /= 1024; whole /= 1024; unit++; }
+  return [unit === 0 || bytes >= 100 ? String(Math.round(bytes)) : bytes.toFixed(1), UNITS[unit]];
 }
+const size = (bytes) => (bytes === null ? "–" : scaled(bytes, bytes).join(" "));
+const sizeOf = (part, whole) => `${scaled(part, whole)[0]} of ${size(whole)}`;
 function age(seconds) {
   if (seconds === null) return "–";
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -71,7 +72,7 @@ function mark(cell, kind, symbol, word, note) {
   if (!cell.firstChild) {
     const sign = make("span", "mark");
     sign.setAttribute("aria-hidden", "true");
-    cell.append(make("span", "", sign, make("span")), make("span", "note"));
+    cell.append(make("span", "", sign, " ", make("span")), make("span", "note"));
   }
   const [line, below] = cell.children;
   look(line, kind);
@@ -111,7 +112,7 @@ function showHead(told) {
 
 function showNodes(nodes) {
   const total = nodes.reduce((sum, n) => sum + n.capacity_bytes, 0), used = nodes.reduce((sum, n) => sum + n.used_bytes, 0);
-  say(byId("nodes-sum"), nodes.length ? `${count(nodes.length, "node")}${total ? `, ${size(used)} of ${size(total)} used` : ""}` : "");
+  say(byId("nodes-sum"), nodes.length ? `${count(nodes.length, "node")}${total ? `, ${sizeOf(used, total)} used` : ""}` : "");
   show(byId("nodes-none"), !nodes.length);
   const create = () => {
     const bar = make("div", "bar", make("div", "pinned"), make("div", "used"));
@@ -130,10 +131,10 @@ function showNodes(nodes) {
     bar.children[1].style.width = `${share - pinned}%`;
     set(bar, "aria-valuenow", share.toFixed(0));
     set(bar, "aria-label", `pool of ${n.host}`);
-    set(bar, "aria-valuetext", known ? `${size(n.used_bytes)} of ${size(n.capacity_bytes)}` : "not known");
-    say(under.children[0], known ? `${size(n.used_bytes)} of ${size(n.capacity_bytes)}` : n.error);
-    say(under.children[1], known ? `pinned ${size(n.pinned_bytes)}` : "");
-    say(under.children[2], known ? `spilled ${size(n.spilled_bytes)}` : "");
+    set(bar, "aria-valuetext", known ? sizeOf(n.used_bytes, n.capacity_bytes) : "not known");
+    say(under.children[0], known ? sizeOf(n.used_bytes, n.capacity_bytes) : n.error);
+    say(under.children[1], known && n.spilled_bytes ? `spilled ${size(n.spilled_bytes)}` : "");
+    say(under.children[2], known ? `pinned ${size(n.pinned_bytes)}` : "");
     const wrong = [n.spill_error && `spilling fails: ${n.spill_error}`, n.waiting && `${count(n.waiting, "request")} waiting`];
     say(error, wrong.filter(Boolean).join("; "));
     show(error, Boolean(error.textContent));
@@ -145,18 +146,18 @@ function showTransfers(transfers) {
   show(byId("transfers-none"), !transfers.length);
   table("transfers", transfers, (t) => `${t.what} ${t.version}`, [
     ["n", text((t) => number(t.version))],
-    ["", text((t) => (t.mode ? `${t.what}, ${t.mode}` : t.what))],
+    ["minor", text((t) => (t.mode ? `${t.what}, ${t.mode}` : t.what))],
     ["", text((t) => t.phase)],
-    ["wide", (cell, t) => {
+    ["", (cell, t) => {
       const bar = cell.firstChild ?? cell.appendChild(document.createElement("progress"));
       set(bar, "aria-label", `version ${t.version}`);
       if (t.total_bytes) { set(bar, "max", t.total_bytes); set(bar, "value", Math.min(t.moved_bytes, t.total_bytes)); }
       else bar.removeAttribute("value");
     }],
-    ["n", text((t) => (t.total_bytes ? `${size(t.moved_bytes)} of ${size(t.total_bytes)}` : "–"))],
+    ["n", text((t) => (t.total_bytes ? sizeOf(t.moved_bytes, t.total_bytes) : "–"))],
     ["n", text((t) => (t.bytes_per_s === null ? "–" : `${size(t.bytes_per_s)}/s`))],
     ["n", text((t) => age(t.seconds))],
-    ["text minor", text((t) => few(t.receivers))],
+    ["text", text((t) => (t.receivers.length > 3 ? count(t.receivers.length, "receiver") : t.receivers.join(", ")))],
   ]);
 }
 const few = (names) => (names.length > 8 ? `${names.slice(0, 8).join(", ")} and ${names.length - 8} more` : names.join(", "));
@@ -172,16 +173,16 @@ function showReceivers(group) {
   say(byId("receivers-none"), group ? "No engine has joined." : "This endpoint has no group.");
   table("receivers", shown, (r) => r.name, [
     ["", text((r) => r.name)],
+    ["", (cell, r) => mark(cell, STATES[r.state][1], STATES[r.state][2], r.state)],
     ["n", text((r) => number(r.version))],
     ["n", (cell, r) => { say(cell, r.behind === null ? "–" : r.behind ? `▲ ${r.behind}` : "0"); look(cell, r.behind ? "n warn" : "n"); }],
     ["n", text((r) => (r.behind ? age(r.stale_s) : "–"))],
-    ["", (cell, r) => {
-      const silent = r.state !== "gone" && r.silent_s > 10 ? `a rank was heard of ${age(r.silent_s)} ago` : "";
-      mark(cell, STATES[r.state][1], STATES[r.state][2], r.state, r.why || silent);
-    }],
-    ["n", text((r) => (r.world ? (r.ranks === r.world ? String(r.ranks) : `${r.ranks} of ${r.world}`) : "–"))],
     ["n", text((r) => age(r.since_s))],
-    ["text minor", text((r) => few(r.hosts))],
+    ["n", text((r) => (r.world ? (r.ranks === r.world ? String(r.ranks) : `${r.ranks} of ${r.world}`) : "–"))],
+    ["text", text((r) => {
+      const silent = r.state !== "gone" && r.silent_s > SILENT_S ? `not heard of for ${age(r.silent_s)}` : "";
+      return [few(r.hosts), r.why, silent].filter(Boolean).join("; ");
+    })],
   ]);
 }
 
