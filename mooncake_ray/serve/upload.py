@@ -100,13 +100,13 @@ def _checked(file: int, nbytes: int) -> tuple[list[tuple[Entry, int]], dict[str,
     entries, metadata = parsed(os.pread(file, length, _LENGTH), nbytes - begin)
     if not entries:
         raise CorruptBlockError("there are no tensors in it")
+    if empty := [entry.key for entry, _ in entries if not entry.nbytes]:
+        raise CorruptBlockError(f"{empty[0]} has no elements: a version cannot keep it")
     return [(entry, begin + at) for entry, at in entries], metadata
 
 
 def _tensor(mapped: mmap.mmap, entry: Entry, at: int) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=dtype)
     if at % dtype.itemsize:  # which other writers may do
         return torch.frombuffer(bytearray(mapped[at : at + entry.nbytes]), dtype=dtype).view(entry.shape)
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=at)

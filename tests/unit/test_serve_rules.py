@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from conftest import eventually
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -204,8 +205,7 @@ def test_a_turnstile_lets_so_many_through_in_order(no_leaks):
     for n in range(2):
         threads.append(threading.Thread(target=later, args=(n,)))
         threads[-1].start()
-        while turnstile.waiting <= n:
-            pass
+        eventually(lambda n=n: turnstile.waiting > n)
     with pytest.raises(Problem) as error, turnstile.through():
         pass
     assert error.value.status == 503 and error.value.headers == {"Retry-After": "1"} and "2 wait, of 2" in error.value.detail
