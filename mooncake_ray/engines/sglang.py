@@ -10,9 +10,12 @@ of its own, and of updates to the group.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +38,8 @@ __all__ = ["SGLangEngine", "load"]
 logger = logging.getLogger("mooncake_ray")
 
 _LONGEST_S = 600.0
+_LOOK_S = 1.0
+_GONE_S = 10.0  # Ray ends a process whose cluster is gone for 60 s, and leaving takes its time, too
 
 
 class _Scheduler:
@@ -45,6 +50,7 @@ class _Scheduler:
         self.member: Engine | None = None
         self.ranks: Ranks | None = None
         self._joining = threading.Lock()
+        self._connected = False  # to Ray, by this module
 
     def hear(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
         """In the scheduler's own thread."""
@@ -72,6 +78,8 @@ class _Scheduler:
 
     def _attach(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
         """Beside the scheduler's thread, which only learns where weights lie: it says when it is ready to."""
+        import ray
+
         from mooncake_ray.engines.joining import Joining
 
         answer = Address(**message["answer"])
@@ -90,11 +98,15 @@ class _Scheduler:
                     shard = learned.result(joining.timeout_s)
                     return Rank(shard, ranks, self.handover, server, settings, _post_load(model))
 
+                self._connected = not ray.is_initialized()
                 self.member = joining.join(ranks.rank, ranks.world, adapter)
+                threading.Thread(target=self._watch, args=(self.member,), name="mooncake_ray.watch", daemon=True).start()
                 answer.say(ranks.rank, "joined")
         except Exception as e:
             logger.exception("mooncake_ray: rank %s cannot join its group", ranks and ranks.rank)
             self.handover.withdraw()
+            with self._joining:
+                self._leave()
             try:
                 answer.say(ranks.rank if ranks else -1, "failed", error=e)
             except OSError as gone:
@@ -104,10 +116,40 @@ class _Scheduler:
         with self._joining:
             self._leave()
 
+    def _watch(self, member: Engine) -> None:
+        """Leaves when the group has ended, or its cluster is gone: the server serves on."""
+        import ray
+
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        heard = time.monotonic()
+        while self.member is member:
+            if _listens(host, int(port)):
+                heard = time.monotonic()
+            gone = time.monotonic() - heard > _GONE_S
+            if member.closed or gone:
+                logger.warning("mooncake_ray: %s leaves: its %s", member.member, "cluster is gone" if gone else "group has ended")
+                with self._joining:
+                    if self.member is member:
+                        self._leave()
+                return
+            time.sleep(_LOOK_S)
+
     def _leave(self) -> None:
+        """A process that stays connected to Ray would end with the cluster."""
+        import ray
+
         member, self.member = self.member, None
         if member is not None:
             member.close()
+        if self._connected:
+            self._connected = False
+            ray.shutdown()
+
+
+def _listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), _LOOK_S):
+        return True
+    return False
 
 
 _scheduler = _Scheduler()
