@@ -1,8 +1,4 @@
-"""New weights for SGLang: what its schedulers call, and the handle that drivers use.
-
-A server is started with `--custom-weight-loader mooncake_ray.engines.sglang.load`. That is called in the scheduler's process of every rank,
-with a message instead of weights. Told to `attach`, the process becomes a rank of an engine in a `WeightSyncGroup`: its own threads get the
-weights it wants of each version, while the scheduler generates, and the scheduler's thread only copies them, told to `commit`.
+"""`load`: what SGLang's schedulers call, told to join a group, or to take over new weights.
 
 SGLang ends all of the server when a loader raises: `load` never does. What went wrong is said elsewhere: to whoever attaches over a connection
 of its own, and of updates to the group.
@@ -21,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mooncake_ray.engines.answers import Address
 from mooncake_ray.engines.handover import Handover
-from mooncake_ray.engines.sglang_engine import SGLangEngine
-from mooncake_ray.engines.sglang_rank import Rank, Ranks, Settings
-from mooncake_ray.engines.sglang_server import Server
+from mooncake_ray.engines.sglang.rank import Rank, Ranks, Settings
+from mooncake_ray.engines.sglang.server import Server
 from mooncake_ray.errors import ConfigError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.tracing import TracedTarget
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
 
     from mooncake_ray.sync.engine import Engine
 
-__all__ = ["SGLangEngine", "load"]
+__all__ = ["load"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -63,6 +58,8 @@ class _Scheduler:
                 self.handover.take(min(float(message["timeout_s"]), _LONGEST_S))
             case "commit":
                 self._commit(min(float(message["timeout_s"]), _LONGEST_S))
+            case "check":
+                self._check(model, message)
             case "detach":
                 threading.Thread(target=self._detach, name="mooncake_ray.detach", daemon=True).start()
             case other:
@@ -75,6 +72,17 @@ class _Scheduler:
             if self.ranks is not None:
                 self.ranks.least([0])
             raise
+
+    def _check(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
+        """Whether the model would be loaded whole."""
+        error: Exception | None = None
+        try:
+            TracedTarget(model, [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in message["metas"]])
+        except Exception as e:
+            error = e
+        rank = self.ranks.rank if self.ranks is not None else -1
+        answer = Address(**message["answer"])
+        threading.Thread(target=_say, args=(answer, rank, "checked", error), name="mooncake_ray.check", daemon=True).start()
 
     def _attach(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
         """Beside the scheduler's thread, which only learns where weights lie: it says when it is ready to."""
@@ -107,10 +115,7 @@ class _Scheduler:
             self.handover.withdraw()
             with self._joining:
                 self._leave()
-            try:
-                answer.say(ranks.rank if ranks else -1, "failed", error=e)
-            except OSError as gone:
-                logger.warning("mooncake_ray: nobody hears why: %s", gone)
+            _say(answer, ranks.rank if ranks else -1, "failed", e)
 
     def _detach(self) -> None:
         with self._joining:
@@ -144,6 +149,13 @@ class _Scheduler:
         if self._connected:
             self._connected = False
             ray.shutdown()
+
+
+def _say(answer: Address, rank: int, what: str, error: Exception | None) -> None:
+    try:
+        answer.say(rank, what, error=error)
+    except OSError as gone:
+        logger.warning("mooncake_ray: nobody hears that rank %d is %s: %s", rank, what, gone)
 
 
 def _listens(host: str, port: int) -> bool:

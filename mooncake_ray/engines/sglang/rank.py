@@ -18,7 +18,7 @@ import torch
 from mooncake_ray.engines.base import PauseMode, UpdateInfo
 from mooncake_ray.engines.handover import Handover
 from mooncake_ray.engines.served import Served
-from mooncake_ray.engines.sglang_server import Keep, Server
+from mooncake_ray.engines.sglang.server import Keep, Server
 from mooncake_ray.errors import ConfigError, EnginePoisonedError, MooncakeRayError, WeightSyncError
 from mooncake_ray.weights.shard import Shard
 
