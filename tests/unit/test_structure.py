@@ -23,6 +23,7 @@ LEVELS = {
     "weights": 2,
     "engines": 4,
     "objects": 4,
+    "serve": 4,
     "sync": 4,
     "cli": 4,
     "integrations": 4,
@@ -39,6 +40,7 @@ MAY_ONLY_IMPORT = {
     "cli": set(),
     "integrations": {"numpy", "ray", "torch"},
     "engines": {"numpy", "ray", "torch"},
+    "serve": {"numpy", "ray", "torch", "fastapi", "pydantic", "starlette"},
     "sync": {"numpy", "ray", "torch"},
     "testing": {"pytest"},
 }  # whatever their level

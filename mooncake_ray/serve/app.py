@@ -1,0 +1,64 @@
+"""`build_app`: the endpoint as an ASGI application. Serve runs it in each replica; anything else that runs ASGI applications can, too."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from mooncake_ray.errors import MooncakeRayError
+from mooncake_ray.serve import health, overview, page, pins, publishing, versions, watching
+from mooncake_ray.serve.lookout import Lookout
+from mooncake_ray.serve.problems import MEDIA_TYPE, Problem, of_error
+
+if TYPE_CHECKING:
+    from mooncake_ray.serve.desk import Desk
+
+__all__ = ["build_app"]
+
+logger = logging.getLogger("mooncake_ray")
+
+ROUTERS = (health.router, versions.router, pins.router, watching.router, publishing.router, overview.router, page.router)
+"""What the application is made of. A further part of it is a module with a router; its handlers find the desk as `request.app.state.desk`."""
+
+
+def build_app(desk: Desk) -> FastAPI:
+    """The application over a desk. Its schema is at /openapi.json, and for people at /docs."""
+    app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None)
+    app.state.desk = desk
+    app.state.lookout = Lookout(desk)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(Problem, _problem)
+    app.add_exception_handler(MooncakeRayError, _error)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    return app
+
+
+def _answer(problem: Problem) -> Response:
+    return Response(problem.body(), problem.status, problem.headers, MEDIA_TYPE)
+
+
+def _problem(request: Request, error: Problem) -> Response:
+    return _answer(error)
+
+
+def _error(request: Request, error: MooncakeRayError) -> Response:
+    problem = of_error(error)
+    if problem.status == 500:
+        logger.error("mooncake_ray: %s %s: %s", request.method, request.url.path, error)
+    return _answer(problem)
+
+
+def _http(request: Request, error: HTTPException) -> Response:
+    kinds = {404: "not-found", 405: "method-not-allowed"}
+    return _answer(Problem(error.status_code, kinds.get(error.status_code, "http"), str(error.detail), error.headers))
+
+
+def _invalid(request: Request, error: RequestValidationError) -> Response:
+    errors = [{"where": ".".join(map(str, e["loc"])), "what": e["msg"]} for e in error.errors()]
+    return _answer(Problem(422, "bad-request", "; ".join(f"{e['where']}: {e['what']}" for e in errors), errors=errors))

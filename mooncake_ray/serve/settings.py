@@ -1,0 +1,65 @@
+"""`Settings`: how an endpoint serves. Checked when made, so that a mistake is an error in the driver and not in a replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mooncake_ray.errors import ConfigError
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The same for all replicas. May be pickled."""
+
+    store: str
+    """Directory of a `SnapshotStore` or of a `DeltaLog`, which all replicas' nodes see."""
+    group: str | None = None
+    """Name of a `WeightSyncGroup` whose versions may be stored."""
+    files: str | None = None
+    """Directory with config.json, tokenizer files and the like, given out with every version that has none of its own of that name."""
+    publish_token: str | None = None
+    """Who brings it may publish and store versions; None: nobody may."""
+    read_token: str | None = None
+    """Who brings it (or the other one) may read; None: everybody may."""
+    keep: int | None = None
+    """So many of the newest versions stay, besides those that are pinned or being read; the others are deleted. None: nothing is deleted here,
+    but by whoever else writes versions."""
+    host: str | None = None
+    """What clients reach a replica's data port by; None: the node's address in Ray."""
+    port: int = 0
+    """Of the data port; 0: any free one. One replica a node if it is not."""
+    max_transfers: int = 64
+    """That a replica's data port makes at the same time."""
+    max_waiting: int = 256
+    """Requests that wait for one of those to end. Further ones are told to come again."""
+    wait_s: float = 30.0
+    """How long one waits, before it is told so, too."""
+    idle_s: float = 30.0
+    """How long a reader may take nothing before its transfer is given up, and how long an idle connection stays open."""
+    link_s: float = 900.0
+    """How long an address of the data port is good for."""
+    linger_s: float = 30.0
+    """How long a version stays after it was last asked for, though nothing pins it: between two requests of one reader."""
+    max_lease_s: float = 24 * 3600.0
+    """The longest that a pin lasts without being renewed."""
+    max_upload_bytes: int = 1 << 40
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "max_transfers", "max_upload_bytes"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("wait_s", "idle_s", "link_s", "linger_s", "max_lease_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.max_waiting < 0:
+            raise ConfigError(f"max_waiting must not be negative, got {self.max_waiting}")
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
+        if self.files is not None and not Path(self.files).is_dir():
+            raise ConfigError(f"files: there is no directory {self.files}")
+        for name in ("publish_token", "read_token"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} must not be empty; None means none")
