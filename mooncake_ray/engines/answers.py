@@ -67,7 +67,7 @@ class Answers:
             except TimeoutError:
                 missing = sorted(set(range(ranks)) - there)
                 raise SyncTimeoutError(
-                    f"ranks {missing} of {ranks} have not {what} within {timeout_s:g} s; their logs may say why"
+                    f"ranks {missing} of {ranks} have not said {what!r} within {timeout_s:g} s; their logs may say why"
                 ) from None
             said = _line(connection)
             if said.get("token") != self.address.token:
