@@ -70,7 +70,7 @@ class SGLangEngine:
         """
         settings = Settings(pause, keep, flush, update_timeout_s)
         end = time.monotonic() + timeout_s
-        ranks = self.server.ranks
+        ranks = self.server.ranks()
         joining = {
             "group": group if isinstance(group, str) else group.name,
             "engine": name,
@@ -93,7 +93,7 @@ class SGLangEngine:
 
     def detach(self) -> None:
         """The ranks leave their group; the server serves on what it has."""
-        self._tell({"do": "detach"}, self.server.ranks)
+        self._tell({"do": "detach"}, self.server.ranks())
 
     # SGLang's own ways, for where there is no group
 
@@ -104,7 +104,7 @@ class SGLangEngine:
         Raises:
             PlanError: it is not; which parameters stay as they are.
         """
-        ranks = self.server.ranks
+        ranks = self.server.ranks()
         plain = [[m.name, m.dtype, list(m.shape)] for m in metas]
         with Answers((self.server.host, self.server.port)) as answers:
             self._tell({"do": "check", "metas": plain, "answer": dataclasses.asdict(answers.address)}, ranks)
@@ -123,7 +123,7 @@ class SGLangEngine:
         """
         if check:
             self.check(_metas(named))
-        return native.from_tensor(self.server, self.server.ranks, named.items(), native.Way(version, **way))
+        return native.from_tensor(self.server, self._foreign(), named.items(), native.Way(version, **way))
 
     def update_from_distributed(
         self, named: Mapping[str, torch.Tensor], version: int, *, check: bool = True, host: str = "", **way: Any
@@ -132,11 +132,19 @@ class SGLangEngine:
         if check:
             self.check(_metas(named))
         host = host or near((self.server.host, self.server.port))
-        return native.from_distributed(self.server, self.server.ranks, list(named.items()), native.Way(version, **way), host)
+        return native.from_distributed(self.server, self._foreign(), list(named.items()), native.Way(version, **way), host)
 
     def update_from_disk(self, path: str, version: int, **way: Any) -> float:
         """Has the server read a checkpoint in a directory of its own host. Returns for how many seconds it was paused."""
+        self._foreign()
         return native.from_disk(self.server, path, native.Way(version, **way))
+
+    def _foreign(self) -> int:
+        """Its group, if it has one, is not to take what comes for the version that it knows. Returns how many ranks there are."""
+        info = self.server.info()
+        if info.can_be_told:
+            self._tell({"do": "forget"}, info.ranks)
+        return info.ranks
 
     def _tell(self, message: Mapping[str, Any], ranks: int) -> None:
         self.server.begin(timeout_s=self._timeout_s)

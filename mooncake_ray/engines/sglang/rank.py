@@ -197,6 +197,11 @@ class Rank:
             except WeightSyncError as e:
                 logger.warning("mooncake_ray: an update is aborted, and the server does not go on: %s", e)
 
+    def forget(self) -> None:
+        """The server gets other weights in another way than by updates. The next one brings all of its own."""
+        with self._lock:
+            self._weights.forget()
+
     def _take_over(self, info: UpdateInfo) -> Exception | None:
         """In the scheduler's own thread, by all ranks at once: looks whether it can be done, and if all say so does it. Never raises: what one
         rank would not hear of, it would wait for."""

@@ -43,6 +43,7 @@ class _Scheduler:
     def __init__(self) -> None:
         self.handover = Handover()
         self.member: Engine | None = None
+        self.adapter: Rank | None = None
         self.ranks: Ranks | None = None
         self._joining = threading.Lock()
         self._connected = False  # to Ray, by this module
@@ -60,6 +61,9 @@ class _Scheduler:
                 self._commit(min(float(message["timeout_s"]), _LONGEST_S))
             case "check":
                 self._check(model, message)
+            case "forget":
+                if self.adapter is not None:
+                    self.adapter.forget()
             case "detach":
                 threading.Thread(target=self._detach, name="mooncake_ray.detach", daemon=True).start()
             case other:
@@ -104,7 +108,8 @@ class _Scheduler:
                     learned = self.handover.leave(lambda: TracedTarget(model, metas))
                     answer.say(ranks.rank, "ready")
                     shard = learned.result(joining.timeout_s)
-                    return Rank(shard, ranks, self.handover, server, settings, _post_load(model))
+                    self.adapter = Rank(shard, ranks, self.handover, server, settings, _post_load(model))
+                    return self.adapter
 
                 self._connected = not ray.is_initialized()
                 self.member = joining.join(ranks.rank, ranks.world, adapter)
@@ -143,7 +148,7 @@ class _Scheduler:
         """A process that stays connected to Ray would end with the cluster."""
         import ray
 
-        member, self.member = self.member, None
+        member, self.member, self.adapter = self.member, None, None
         if member is not None:
             member.close()
         if self._connected:
