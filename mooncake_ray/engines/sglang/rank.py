@@ -18,7 +18,7 @@ import torch
 from mooncake_ray.engines.base import PauseMode, UpdateInfo
 from mooncake_ray.engines.handover import Handover
 from mooncake_ray.engines.served import Served
-from mooncake_ray.engines.sglang_server import Keep, Server
+from mooncake_ray.engines.sglang.server import Keep, Server
 from mooncake_ray.errors import ConfigError, EnginePoisonedError, MooncakeRayError, WeightSyncError
 from mooncake_ray.weights.shard import Shard
 
@@ -196,6 +196,11 @@ class Rank:
                     self.resume()
             except WeightSyncError as e:
                 logger.warning("mooncake_ray: an update is aborted, and the server does not go on: %s", e)
+
+    def forget(self) -> None:
+        """The server gets other weights in another way than by updates. The next one brings all of its own."""
+        with self._lock:
+            self._weights.forget()
 
     def _take_over(self, info: UpdateInfo) -> Exception | None:
         """In the scheduler's own thread, by all ranks at once: looks whether it can be done, and if all say so does it. Never raises: what one

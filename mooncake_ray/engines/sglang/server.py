@@ -17,7 +17,7 @@ import torch
 
 from mooncake_ray.errors import ConfigError, SyncTimeoutError, WeightSyncError
 
-__all__ = ["Keep", "Server"]
+__all__ = ["LOADER", "Info", "Keep", "Server", "packed"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -29,6 +29,16 @@ LOADER = "mooncake_ray.engines.sglang.load"
 """What the server was started with, as its `--custom-weight-loader`."""
 
 _OPEN_ALREADY = "already open"
+
+
+@dataclass(frozen=True)
+class Info:
+    """How a server was started."""
+
+    ranks: int
+    """That share the model's tensors."""
+    can_be_told: bool
+    """Whether our loader is named."""
 
 
 @dataclass(frozen=True)
@@ -132,21 +142,25 @@ class Server:
         """Forgets keys and values that other weights made. Raises WeightSyncError if requests are running all of `wait_s` seconds."""
         self.call(f"flush_cache?timeout={wait_s:g}", {}, timeout_s=timeout_s)
 
-    @property
+    def info(self) -> Info:
+        """Raises ConfigError: its weights are not such as can be updated in place."""
+        said = self.call("server_info", timeout_s=30.0)
+        if (pipeline := said.get("pp_size", 1)) != 1 or (data := said.get("dp_size", 1)) != 1:
+            raise ConfigError(f"{self.url}: pp_size is {pipeline} and dp_size {data}; weights are updated in place with 1 of each only")
+        if (cache := said.get("weight_cache_mode", "off")) not in ("off", None):
+            raise ConfigError(f"{self.url}: weight_cache_mode is {cache}: weights that engines share are not updated")
+        return Info(int(said.get("tp_size", 1)), LOADER in (said.get("custom_weight_loader") or ()))
+
     def ranks(self) -> int:
-        """Ranks that share the model's tensors.
+        """Of a server that can be told.
 
         Raises:
-            ConfigError: it is served otherwise than that, or another loader was named when the server was started.
+            ConfigError: it was started without our loader. It would not refuse to call it, but end.
         """
-        info = self.call("server_info", timeout_s=30.0)
-        if (pipeline := info.get("pp_size", 1)) != 1 or (data := info.get("dp_size", 1)) != 1:
-            raise ConfigError(f"{self.url}: pp_size is {pipeline} and dp_size {data}; weights are updated in place with 1 of each only")
-        if (cache := info.get("weight_cache_mode", "off")) not in ("off", None):
-            raise ConfigError(f"{self.url}: weight_cache_mode is {cache}: weights that engines share are not updated")
-        if LOADER not in (info.get("custom_weight_loader") or ()):  # it would not refuse it, but end
+        info = self.info()
+        if not info.can_be_told:
             raise ConfigError(f"{self.url} was not started with --custom-weight-loader {LOADER}")
-        return int(info.get("tp_size", 1))
+        return info.ranks
 
 
 def packed(named: Any) -> str:

@@ -1,8 +1,4 @@
-"""New weights for SGLang: what its schedulers call, and the handle that drivers use.
-
-A server is started with `--custom-weight-loader mooncake_ray.engines.sglang.load`. That is called in the scheduler's process of every rank,
-with a message instead of weights. Told to `attach`, the process becomes a rank of an engine in a `WeightSyncGroup`: its own threads get the
-weights it wants of each version, while the scheduler generates, and the scheduler's thread only copies them, told to `commit`.
+"""`load`: what SGLang's schedulers call, told to join a group, or to take over new weights.
 
 SGLang ends all of the server when a loader raises: `load` never does. What went wrong is said elsewhere: to whoever attaches over a connection
 of its own, and of updates to the group.
@@ -21,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mooncake_ray.engines.answers import Address
 from mooncake_ray.engines.handover import Handover
-from mooncake_ray.engines.sglang_engine import SGLangEngine
-from mooncake_ray.engines.sglang_rank import Rank, Ranks, Settings
-from mooncake_ray.engines.sglang_server import Server
+from mooncake_ray.engines.sglang.rank import Rank, Ranks, Settings
+from mooncake_ray.engines.sglang.server import Server
 from mooncake_ray.errors import ConfigError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.tracing import TracedTarget
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
 
     from mooncake_ray.sync.engine import Engine
 
-__all__ = ["SGLangEngine", "load"]
+__all__ = ["load"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -48,6 +43,7 @@ class _Scheduler:
     def __init__(self) -> None:
         self.handover = Handover()
         self.member: Engine | None = None
+        self.adapter: Rank | None = None
         self.ranks: Ranks | None = None
         self._joining = threading.Lock()
         self._connected = False  # to Ray, by this module
@@ -63,6 +59,11 @@ class _Scheduler:
                 self.handover.take(min(float(message["timeout_s"]), _LONGEST_S))
             case "commit":
                 self._commit(min(float(message["timeout_s"]), _LONGEST_S))
+            case "check":
+                self._check(model, message)
+            case "forget":
+                if self.adapter is not None:
+                    self.adapter.forget()
             case "detach":
                 threading.Thread(target=self._detach, name="mooncake_ray.detach", daemon=True).start()
             case other:
@@ -75,6 +76,17 @@ class _Scheduler:
             if self.ranks is not None:
                 self.ranks.least([0])
             raise
+
+    def _check(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
+        """Whether the model would be loaded whole."""
+        error: Exception | None = None
+        try:
+            TracedTarget(model, [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in message["metas"]])
+        except Exception as e:
+            error = e
+        rank = self.ranks.rank if self.ranks is not None else -1
+        answer = Address(**message["answer"])
+        threading.Thread(target=_say, args=(answer, rank, "checked", error), name="mooncake_ray.check", daemon=True).start()
 
     def _attach(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
         """Beside the scheduler's thread, which only learns where weights lie: it says when it is ready to."""
@@ -96,7 +108,8 @@ class _Scheduler:
                     learned = self.handover.leave(lambda: TracedTarget(model, metas))
                     answer.say(ranks.rank, "ready")
                     shard = learned.result(joining.timeout_s)
-                    return Rank(shard, ranks, self.handover, server, settings, _post_load(model))
+                    self.adapter = Rank(shard, ranks, self.handover, server, settings, _post_load(model))
+                    return self.adapter
 
                 self._connected = not ray.is_initialized()
                 self.member = joining.join(ranks.rank, ranks.world, adapter)
@@ -107,10 +120,7 @@ class _Scheduler:
             self.handover.withdraw()
             with self._joining:
                 self._leave()
-            try:
-                answer.say(ranks.rank if ranks else -1, "failed", error=e)
-            except OSError as gone:
-                logger.warning("mooncake_ray: nobody hears why: %s", gone)
+            _say(answer, ranks.rank if ranks else -1, "failed", e)
 
     def _detach(self) -> None:
         with self._joining:
@@ -138,12 +148,19 @@ class _Scheduler:
         """A process that stays connected to Ray would end with the cluster."""
         import ray
 
-        member, self.member = self.member, None
+        member, self.member, self.adapter = self.member, None, None
         if member is not None:
             member.close()
         if self._connected:
             self._connected = False
             ray.shutdown()
+
+
+def _say(answer: Address, rank: int, what: str, error: Exception | None) -> None:
+    try:
+        answer.say(rank, what, error=error)
+    except OSError as gone:
+        logger.warning("mooncake_ray: nobody hears that rank %d is %s: %s", rank, what, gone)
 
 
 def _listens(host: str, port: int) -> bool:
