@@ -4,8 +4,9 @@ The four calls of an update have the names that vLLM gave them. In order:
 
     engine.init_weight_transfer_engine({})        # once
     engine.start_weight_update()
+    engine.prepare_weights({"pieces": ...})       # what can be done beside what is served
     engine.pause("keep")                          # after all is staged: only writing needs the pause
-    engine.update_weights({"pieces": ...})        # as often as wanted
+    engine.update_weights({"pieces": ...})        # as often as wanted, if nothing was prepared
     engine.finish_weight_update(8)                # from here on it is version 8
     engine.resume()
 
@@ -82,6 +83,15 @@ class EngineAdapter(Protocol):
 
     def start_weight_update(self) -> None:
         """Raises WeightSyncError if an update is open already."""
+        ...
+
+    def prepare_weights(self, update_info: UpdateInfo) -> None:
+        """Does what it can beside what is served, so that the pause is short: nothing, for engines that write in place. What `update_weights`
+        gets next is the same; pieces must be such that they can be read twice.
+
+        Raises:
+            WeightSyncError: no update is open.
+        """
         ...
 
     def update_weights(self, update_info: UpdateInfo) -> None:

@@ -30,6 +30,7 @@ from mooncake_ray.sync.report import EngineStatus, GroupStatus, SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
 from mooncake_ray.sync.versions import Versions
 from mooncake_ray.transfer.deadline import Deadline
+from mooncake_ray.weights.meta import ParamMeta
 
 __all__ = ["Coordinator", "Settings"]
 
@@ -252,12 +253,17 @@ class Coordinator:
 
     async def _publish(self, version: int, operation: str, deadline: Deadline, mode: str = "") -> None:
         """Has the trainers begin to."""
-        while (trainers := self._roster.trainers) is None or not trainers.whole:
-            there = 0 if trainers is None else len(trainers.joined)
-            await self._wait(deadline, f"version {version}: {there} of {trainers.world if trainers else '?'} trainer ranks have joined")
+        trainers = await self._trainers(deadline, f"version {version}")
         self._versions.editions[version] = await self._courier.publish(
             version, operation, trainers, self._versions.next_epoch(), self._choice.wants_deltas(mode), deadline
         )
+
+    async def _trainers(self, deadline: Deadline, what: str) -> Unit:
+        """All of them."""
+        while (trainers := self._roster.trainers) is None or not trainers.whole:
+            there = 0 if trainers is None else len(trainers.joined)
+            await self._wait(deadline, f"{what}: {there} of {trainers.world if trainers else '?'} trainer ranks have joined")
+        return trainers
 
     async def _written(self, version: int) -> None:
         """Once all of it is published. If it could not be, there is no such version."""
@@ -333,6 +339,10 @@ class Coordinator:
             moved_bytes=self._courier.moved,
             total_bytes=self._courier.total,
         )
+
+    @ray.method(max_task_retries=-1)
+    async def metas(self, timeout_s: float) -> tuple[ParamMeta, ...]:
+        return (await self._trainers(Deadline(timeout_s), "tensors of the model")).placement.metas
 
     @ray.method(max_task_retries=-1)
     async def wait_for(self, version: int, engines: list[str] | None, timeout_s: float) -> int:

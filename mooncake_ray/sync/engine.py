@@ -31,7 +31,7 @@ from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import views
 
 if TYPE_CHECKING:
-    from mooncake_ray.engines.base import EngineAdapter
+    from mooncake_ray.engines.base import EngineAdapter, UpdateInfo
 
 __all__ = ["Engine"]
 
@@ -221,11 +221,10 @@ class Engine(Agent):
             return 0.0
         try:
             self._adapter.start_weight_update()
+            new: UpdateInfo = {"pieces": self._pieces(staged)} if staged.changes is None else {"apply": staged.changes.apply}
+            self._adapter.prepare_weights(new)
             self._pause()
-            if staged.changes is not None:
-                self._adapter.update_weights({"apply": staged.changes.apply})
-            else:
-                self._adapter.update_weights({"pieces": self._pieces(staged)})
+            self._adapter.update_weights(new)
             self._adapter.finish_weight_update(staged.version)
         except BaseException:
             self._adapter.abort_weight_update()

@@ -17,6 +17,7 @@ from mooncake_ray.sync.coordinator import Coordinator, Settings
 from mooncake_ray.sync.engine import Engine
 from mooncake_ray.sync.report import GroupStatus, SyncReport
 from mooncake_ray.sync.trainer import Trainer
+from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.shard import Shard
 
 if TYPE_CHECKING:
@@ -150,6 +151,10 @@ class WeightSyncGroup:
     def wait_for(self, version: int, *, engines: Collection[str] | None = None, timeout_s: float = 300.0) -> int:
         """Waits until those engines (by default all) serve that version or a newer one; returns the oldest that one of them serves."""
         return self._call("wait_for", version, None if engines is None else list(engines), timeout_s, timeout_s=timeout_s)
+
+    def metas(self, *, timeout_s: float = 30.0) -> tuple[ParamMeta, ...]:
+        """The tensors of the model, whole, by the names that trainers and engines share; waits until all trainer ranks have joined."""
+        return self._call("metas", timeout_s, timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 30.0) -> GroupStatus:
         """How the group is."""
