@@ -31,7 +31,9 @@ _MOVED: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.put("/versions/{version}", status_code=307, response_model=None, openapi_extra=_BODY, responses=_MOVED)
+@router.put(
+    "/versions/{version}", status_code=307, response_model=None, response_class=RedirectResponse, openapi_extra=_BODY, responses=_MOVED
+)
 def publish(desk: TheDesk, version: Number) -> Response:
     """Stores what follows as a version, which must be newer than all that are there. The body goes to the data port, where the answer sends
     the client; one that says `Expect: 100-continue` sends it once."""

@@ -32,7 +32,7 @@ __all__ = [
 
 VersionNumber = Annotated[int, Field(ge=0, le=10**15)]
 VersionPath = Annotated[str, Path(pattern=r"^(latest|[0-9]{1,15})$", description="A number, or `latest`", examples=["latest"])]
-Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600, allow_inf_nan=False, strict=True)]
 
 
 class Problem(BaseModel):
@@ -158,7 +158,7 @@ class Pin(BaseModel):
     model_config = ConfigDict(extra="forbid")
     ttl_s: Seconds
     """Until it must be renewed; cut to what the endpoint allows."""
-    holder: Annotated[str, Field(max_length=200)] = ""
+    holder: Annotated[str, Field(max_length=200, strict=True)] = ""
     """Who it is, for people."""
 
 

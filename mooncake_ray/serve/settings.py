@@ -45,13 +45,17 @@ class Settings:
     """How long a version stays after it was last asked for, though nothing pins it: between two requests of one reader."""
     max_lease_s: float = 24 * 3600.0
     """The longest that a pin lasts without being renewed."""
+    max_poll_s: float = 60.0
+    """The longest that a request waits for a version."""
+    max_stream_s: float = 3600.0
+    """The longest that a stream of events lasts."""
     max_upload_bytes: int = 1 << 40
 
     def __post_init__(self) -> None:
         for name in ("keep", "max_transfers", "max_upload_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("wait_s", "idle_s", "link_s", "linger_s", "max_lease_s"):
+        for name in ("wait_s", "idle_s", "link_s", "linger_s", "max_lease_s", "max_poll_s", "max_stream_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_waiting < 0:
