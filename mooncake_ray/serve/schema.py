@@ -11,6 +11,7 @@ __all__ = [
     "Delta",
     "DeltaStep",
     "File",
+    "FromGroup",
     "Health",
     "Lease",
     "Leases",
@@ -160,6 +161,14 @@ class Pin(BaseModel):
     """Until it must be renewed; cut to what the endpoint allows."""
     holder: Annotated[str, Field(max_length=200, strict=True)] = ""
     """Who it is, for people."""
+
+
+class FromGroup(BaseModel):
+    """A wish that a group's version is stored."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: Annotated[int, Field(ge=0, le=10**15, strict=True)] | None = None
+    """That the group must be at; None: whichever it is at."""
 
 
 class Renewal(BaseModel):
