@@ -132,9 +132,9 @@ def test_an_update_is_seen_while_it_is_under_way_and_after_it(stage, page):
         ref = stage.group.async_sync(timeout_s=150)
         page.until("document.querySelector('#transfers tbody tr')?.cells[2].innerText === 'staging'")
         (row,) = page.rows("transfers")
-        assert row[:3] == ["1", "sync, p2p", "staging"] and row[7] == "3 receivers"
+        assert row[:3] == ["1", "sync, p2p", "staging"] and row[7] == ", ".join((EVIL, "e0", "e1"))
         page.until("document.querySelector('#transfers progress').value > 0")
-        assert re.fullmatch(r"[\d.]+ of [\d.]+ KiB", page.rows("transfers")[0][4])
+        assert re.fullmatch(r"[\d.]+( B)? of [\d.]+ KiB", page.rows("transfers")[0][4])
     finally:
         os.kill(pid, signal.SIGCONT)
     ray.get(ref, timeout=150)

@@ -8,13 +8,16 @@ const byId = (id) => document.getElementById(id);
 // ---- text
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-function scaled(bytes, whole) {
+function scaled(bytes) {
   let unit = 0;
-  while (whole >= 1024 && unit < UNITS.length - 1) { bytes /= 1024; whole /= 1024; unit++; }
+  while (bytes >= 1024 && unit < UNITS.length - 1) { bytes /= 1024; unit++; }
   return [unit === 0 || bytes >= 100 ? String(Math.round(bytes)) : bytes.toFixed(1), UNITS[unit]];
 }
-const size = (bytes) => (bytes === null ? "–" : scaled(bytes, bytes).join(" "));
-const sizeOf = (part, whole) => `${scaled(part, whole)[0]} of ${size(whole)}`;
+const size = (bytes) => (bytes === null ? "–" : scaled(bytes).join(" "));
+function sizeOf(part, whole) {  // "1.0 of 4.0 GiB", and "3.0 MiB of 4.0 GiB"
+  const [value, unit] = scaled(part), [all, wholeUnit] = scaled(whole);
+  return `${value}${part === 0 || unit === wholeUnit ? "" : ` ${unit}`} of ${all} ${wholeUnit}`;
+}
 function age(seconds) {
   if (seconds === null) return "–";
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
