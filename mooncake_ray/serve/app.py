@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from mooncake_ray.errors import MooncakeRayError
-from mooncake_ray.serve import health, overview, page, versions
+from mooncake_ray.serve import health, overview, page, pins, publishing, versions, watching
 from mooncake_ray.serve.lookout import Lookout
 from mooncake_ray.serve.problems import MEDIA_TYPE, Problem, of_error
 
@@ -21,7 +21,7 @@ __all__ = ["build_app"]
 
 logger = logging.getLogger("mooncake_ray")
 
-ROUTERS = (health.router, versions.router, overview.router, page.router)
+ROUTERS = (health.router, versions.router, pins.router, watching.router, publishing.router, overview.router, page.router)
 """What the application is made of. A further part of it is a module with a router; its handlers find the desk as `request.app.state.desk`."""
 
 

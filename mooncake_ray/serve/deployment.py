@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import ray
 from ray import serve
 
 from mooncake_ray.serve.app import build_app
@@ -21,10 +22,15 @@ class Endpoint:
     """One replica. Its methods are for callers in the cluster, through a `DeploymentHandle`."""
 
     def __init__(self, settings: Settings) -> None:
-        self._desk = Desk(settings)
+        replica = serve.get_replica_context().replica_id
+        self._desk = Desk(settings, host=ray.util.get_node_ip_address(), name=str(replica.unique_id))
 
     def __serve_build_asgi_app__(self) -> Any:
         return build_app(self._desk)
+
+    def check_health(self) -> None:
+        """Serve starts the replica anew if this raises."""
+        self._desk.port.check()
 
     def versions(self) -> list[int]:
         """The versions that are there, rising."""

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from fastapi import APIRouter
+
+from mooncake_ray.serve import schema
+from mooncake_ray.serve.access import TheDesk
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", tags=["health"])
 
 
-class Health(BaseModel):
-    """Of one replica."""
-
-    status: str
-    versions: int
-
-
 @router.get("/health")
-def health(request: Request) -> Health:
-    """How the replica is that answers."""
-    desk = request.app.state.desk
-    return Health(status="ok", versions=len(desk.store.versions()))
+def health(desk: TheDesk) -> schema.Health:
+    """How the replica is that answers. Needs no token."""
+    turnstile = desk.port.turnstile
+    transfers = schema.Transfers(
+        active=turnstile.inside,
+        waiting=turnstile.waiting,
+        limit=turnstile.limit,
+        refused=desk.port.refused,
+        sent_bytes=desk.port.sent_bytes,
+    )
+    return schema.Health(status="ok", replica=desk.name, node=desk.host, latest=desk.store.latest(), transfers=transfers)

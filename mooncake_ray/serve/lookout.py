@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from mooncake_ray.serve.fill import node_pools
+from mooncake_ray.serve.leases import PIN
 from mooncake_ray.serve.overview import StoredVersion, assemble
-from mooncake_ray.serve.overview_model import Overview, Shortfall
+from mooncake_ray.serve.overview_model import Overview, Pin, Shortfall
 from mooncake_ray.sync.group import WeightSyncGroup
 from mooncake_ray.sync.report import GroupStatus
 from mooncake_ray.weights.draft import MANIFEST, version_name
@@ -94,22 +95,29 @@ class Lookout:
         wait([part.begin(self._executor) for part in parts], timeout=_WAIT_S)
         shortfalls = [s for part in parts if (s := part.settle()) is not None]
         self._seen_at = self._clock()
-        return assemble(time.time(), self._name, self._group.value, self._store.value, self._nodes.value, shortfalls)
+        values = self._group.value, self._store.value, self._nodes.value
+        return assemble(time.time(), self._desk.name, self._name, *values, shortfalls)
 
     def _status(self) -> GroupStatus:
         return WeightSyncGroup.find(self._name or "").status(timeout_s=_ANSWER_S)
 
     def _stored(self) -> list[StoredVersion]:
         store, now = self._desk.store, time.time()
-        found, sizes = [], {}
-        for version in store.versions():
-            path = store.directory / version_name(version)
+        leases = {PIN + lease.id: Pin(name=lease.holder or "a lease", left_s=lease.expires - now) for lease in self._desk.leases.of()}
+        readers, found, sizes = self._desk.shelf.readers(), [], {}
+        for entry in self._desk.listing():
+            if not entry.whole:
+                found.append(StoredVersion(entry.version, False))
+                continue
+            path = store.directory / version_name(entry.version)
             try:
                 made = (path / MANIFEST).stat().st_mtime_ns
-                key = version, made
+                key = entry.version, made
                 sizes[key] = self._sizes.get(key) or sum(f.stat().st_size for f in path.iterdir())
-                found.append(StoredVersion(version, sizes[key], max(0.0, now - made / 1e9), tuple(store.pins(version))))
             except FileNotFoundError:
                 continue  # it was deleted this moment
+            pins = tuple(leases.get(pin) or Pin(name=pin, left_s=None) for pin in store.pins(entry.version))
+            age_s = max(0.0, now - made / 1e9)
+            found.append(StoredVersion(entry.version, True, sizes[key], age_s, pins, readers.get(entry.version, 0)))
         self._sizes = sizes
         return found

@@ -24,8 +24,9 @@ class Settings:
     """Who brings it may publish and store versions; None: nobody may."""
     read_token: str | None = None
     """Who brings it (or the other one) may read; None: everybody may."""
-    keep: int = 2
-    """So many of the newest versions stay when one is published here, besides those that are pinned or being read."""
+    keep: int | None = None
+    """So many of the newest versions stay, besides those that are pinned or being read; the others are deleted. None: nothing is deleted here,
+    but by whoever else writes versions."""
     host: str | None = None
     """What clients reach a replica's data port by; None: the node's address in Ray."""
     port: int = 0
@@ -48,7 +49,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("keep", "max_transfers", "max_upload_bytes"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("wait_s", "idle_s", "link_s", "linger_s", "max_lease_s"):
             if not getattr(self, name) > 0:

@@ -81,13 +81,13 @@ class SnapshotStore:
             raise ConfigError(f"versions are not negative, got {version}")
         if attempt is not None and not _NAME.match(attempt):
             raise ConfigError(f"an attempt is named by letters, digits, '.', '_' and '-', not {attempt!r}")
-        self._refuse_stale(version)
+        self.refuse_stale(version)
         self._files.make_directories(self.directory)
         return Draft(self.directory, self._files, publication, version, attempt or uuid.uuid4().hex)
 
     def commit(self, draft: Draft, extra: Mapping[str, Any] | None = None) -> None:
         """`Draft.commit`, then deletes what is not to be kept. One process does this, once all ranks have saved."""
-        self._refuse_stale(draft.version)
+        self.refuse_stale(draft.version)
         draft.commit(extra)
         try:
             self.clean()
@@ -195,6 +195,7 @@ class SnapshotStore:
         except FileNotFoundError:
             return []
 
-    def _refuse_stale(self, version: int) -> None:
+    def refuse_stale(self, version: int) -> None:
+        """Raises StaleVersionError: this version, or a newer one, is there already."""
         if (newest := self.latest()) is not None and version <= newest:
             raise StaleVersionError(f"there is version {newest} in {self.directory} already, and it is asked to write {version}")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from mooncake_ray.errors import PlanError
+from mooncake_ray.errors import CorruptBlockError, PlanError
 from mooncake_ray.weights.files import Files
 from mooncake_ray.weights.meta import ITEMSIZE
 
-__all__ = ["Entry", "bits", "blocks", "header", "raw", "write"]
+__all__ = ["Entry", "bits", "blocks", "header", "parsed", "raw", "write"]
 
 _NAMES = {
     "float64": "F64",
@@ -81,6 +81,48 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes
     text += b" " * (-(_LENGTH + len(text)) % _ALIGNMENT)
     begin = _LENGTH + len(text)
     return len(text).to_bytes(_LENGTH, "little") + text, [begin + place for place in places]
+
+
+def parsed(text: bytes, nbytes: int) -> tuple[list[tuple[Entry, int]], dict[str, str]]:
+    """What a header says: entries and where each begins, in bytes after the header; and metadata.
+
+    Args:
+        text: The JSON, without its length.
+        nbytes: That follow it.
+
+    Raises:
+        CorruptBlockError: it is no header, or tensors do not lie end to end in so many bytes.
+    """
+    try:
+        found = json.loads(text)
+        metadata = found.pop("__metadata__", {})
+        rows = [(name, d["dtype"], tuple(d["shape"]), *d["data_offsets"]) for name, d in found.items()]
+        rows.sort(key=lambda row: (row[3], row[4]))
+        kinds = {known: name for name, known in _NAMES.items()}
+        if not all(isinstance(v, str) for v in metadata.values()):
+            raise TypeError("metadata that is not text")
+        if not all(type(n) is int and n >= 0 for _, _, shape, _, _ in rows for n in shape):
+            raise TypeError("a length that is not one")
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise CorruptBlockError(f"the {len(text)} bytes at the beginning are no header of tensors: {type(e).__name__}: {e}") from None
+    out, at = [], 0
+    for name, dtype, shape, begin, end in rows:
+        if dtype not in kinds:
+            raise CorruptBlockError(f"{name}: dtype {dtype!r} is none of {', '.join(kinds)}")
+        if dtype == "F4":
+            if not shape or shape[-1] % 2:
+                raise CorruptBlockError(f"{name}: shape {list(shape)} of F4, which are in pairs")
+            shape = (*shape[:-1], shape[-1] // 2)
+        entry = Entry(name, kinds[dtype], shape)
+        if begin != at or end - begin != entry.nbytes:
+            raise CorruptBlockError(
+                f"{name} is at bytes {begin} to {end}; it has {entry.nbytes} bytes, and what lies before it ends at {at}"
+            )
+        out.append((entry, at))
+        at = end
+    if at != nbytes:
+        raise CorruptBlockError(f"tensors have {at} bytes, and {nbytes} follow the header")
+    return out, metadata
 
 
 def write(

@@ -2,7 +2,7 @@
 // Asks for v1/overview every second and shows it. Nodes of the document are kept from one answer to the next, and touched only where the
 // text is another one: nothing flickers, and a selection stays. Names come from users: they only ever become text.
 
-const EVERY_MS = 1000, HIDDEN_EVERY_MS = 10000, GIVE_UP_MS = 8000, LATE_S = 3, SILENT_S = 10, MOST_ROWS = 500;
+const EVERY_MS = 1000, HIDDEN_EVERY_MS = 10000, GIVE_UP_MS = 8000, LATE_S = 3, SILENT_S = 10, REPLICA_S = 20, MOST_ROWS = 500;
 const byId = (id) => document.getElementById(id);
 
 // ---- text
@@ -189,6 +189,13 @@ function showReceivers(group) {
   ]);
 }
 
+const replicas = new Map();  // what each told last of who reads from it, and when: any of them may answer
+function noteReaders(told) {
+  replicas.set(told.replica, { at: told.time, versions: new Map(told.versions.map((v) => [v.version, v.readers])) });
+  replicas.forEach((r, name) => { if (told.time - r.at > REPLICA_S) replicas.delete(name); });
+}
+const readersOf = (version) => [...replicas.values()].reduce((sum, r) => sum + (r.versions.get(version) ?? 0), 0);
+
 function showVersions(versions) {
   const stored = versions.filter((v) => v.places.includes("store"));
   say(byId("versions-sum"), stored.length ? `${stored.length} stored, ${size(stored.reduce((sum, v) => sum + (v.nbytes ?? 0), 0))}` : "");
@@ -200,7 +207,8 @@ function showVersions(versions) {
     ["n", text((v) => age(v.age_s))],
     ["", text((v) => v.places.join(", ") || "–")],
     ["n", text((v) => String(v.receivers.length))],
-    ["text", text((v) => few(v.pins) || "–")],
+    ["n", text((v) => String(readersOf(v.version)))],
+    ["text", text((v) => few(v.pins.map((p) => (p.left_s === null ? p.name : `${p.name} (${age(Math.max(0, p.left_s))} left)`))) || "–")],
   ]);
 }
 
@@ -255,6 +263,7 @@ function showAll() {
   showNodes(told.nodes);
   showTransfers(told.group ? told.group.transfers : []);
   showReceivers(told.group);
+  noteReaders(told);
   showVersions(told.versions);
   showOutcomes(told.group ? told.group.outcomes : [], told.time);
 }

@@ -1,0 +1,59 @@
+"""Pins: who reads a version for longer says so, and it stays."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Response
+
+from mooncake_ray.serve import leases, schema
+from mooncake_ray.serve.access import TheDesk, may_read, problems
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1", tags=["pins"], dependencies=[Depends(may_read)], responses=problems(401, 403, 404, 422, 500, 503))
+
+PinId = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
+
+
+def _lease(lease: leases.Lease) -> schema.Lease:
+    left = max(0.0, lease.expires - time.time())
+    return schema.Lease(id=lease.id, version=lease.version, holder=lease.holder, expires=lease.expires, ttl_s=left)
+
+
+@router.post("/versions/{version}/pins", status_code=201)
+def pin(desk: TheDesk, version: schema.VersionPath, wish: schema.Pin) -> schema.Lease:
+    """Keeps a version until the pin is over or deleted."""
+    return _lease(desk.leases.take(desk.number(version), min(wish.ttl_s, desk.settings.max_lease_s), wish.holder))
+
+
+@router.get("/versions/{version}/pins")
+def pins(desk: TheDesk, version: schema.VersionPath) -> schema.Leases:
+    """What keeps a version."""
+    number = desk.number(version)
+    with desk.volume(number):
+        found = desk.leases.of(number)
+        mine = {f"lease-{e.id}" for e in found}
+        return schema.Leases(
+            version=number, leases=[_lease(e) for e in found], others=[name for name in desk.store.pins(number) if name not in mine]
+        )
+
+
+@router.get("/pins/{id}")
+def get(desk: TheDesk, id: PinId) -> schema.Lease:
+    """A pin."""
+    return _lease(desk.leases.get(id))
+
+
+@router.put("/pins/{id}")
+def renew(desk: TheDesk, id: PinId, wish: schema.Renewal) -> schema.Lease:
+    """Has a pin last so long from now on."""
+    return _lease(desk.leases.renew(id, min(wish.ttl_s, desk.settings.max_lease_s)))
+
+
+@router.delete("/pins/{id}", status_code=204)
+def delete(desk: TheDesk, id: PinId) -> Response:
+    """Ends a pin."""
+    desk.leases.end(id)
+    return Response(status_code=204)

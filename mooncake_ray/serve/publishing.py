@@ -1,0 +1,39 @@
+"""Publishing: versions that come from outside."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Response
+from fastapi.responses import RedirectResponse
+
+from mooncake_ray.serve import schema
+from mooncake_ray.serve.access import TheDesk, may_publish, problems
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1", tags=["publishing"], dependencies=[Depends(may_publish)], responses=problems(401, 403, 409, 422, 500, 503))
+
+Number = Annotated[int, Path(ge=0, le=10**15)]
+_BODY: dict[str, Any] = {
+    "requestBody": {
+        "description": "A file of the safetensors format. Metadata `files/NAME` becomes a file that goes with the version. "
+        "With a header `Content-Digest` (RFC 9530) it is compared when it has come.",
+        "content": {"application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+_MOVED: dict[int | str, dict[str, Any]] = {
+    201: {"model": schema.Stored, "description": "It is stored; from the data port"},
+    307: {
+        "description": "To the data port, which takes the body",
+        "headers": {"Location": {"schema": {"type": "string", "format": "uri"}, "required": True}},
+    },
+}
+
+
+@router.put("/versions/{version}", status_code=307, response_model=None, openapi_extra=_BODY, responses=_MOVED)
+def publish(desk: TheDesk, version: Number) -> Response:
+    """Stores what follows as a version, which must be newer than all that are there. The body goes to the data port, where the answer sends
+    the client; one that says `Expect: 100-continue` sends it once."""
+    desk.store.refuse_stale(version)
+    return RedirectResponse(desk.address("PUT", "versions", str(version)), 307, {"Cache-Control": "no-store"})

@@ -1,0 +1,111 @@
+"""Being told of new versions: by a request that waits, or by a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi.responses import StreamingResponse
+
+from mooncake_ray.serve import schema
+from mooncake_ray.serve.access import TheDesk, may_read, problems
+from mooncake_ray.serve.desk import Desk
+
+__all__ = ["Watch", "router"]
+
+router = APIRouter(prefix="/v1", tags=["watching"], dependencies=[Depends(may_read)], responses=problems(401, 403, 422, 500, 503))
+
+_LOOK_EVERY_S = 0.1
+_SILENCE_S = 10.0  # after which a stream says that it is there
+
+
+class Watch:
+    """Looks for new versions while anybody waits for one: once for all who do. For coroutines of one loop."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk, self._waiting = desk, 0
+        self._changed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._newest = -1
+
+    async def newer(self, than: int, timeout_s: float) -> int | None:
+        """The newest version, once there is one that is newer than that; None if there is none in time."""
+        if (newest := await self._look()) > than:
+            return newest
+        self._waiting += 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._newest > than)
+                return self._newest
+        except TimeoutError:
+            return None
+        finally:
+            self._waiting -= 1
+
+    async def _look(self) -> int:
+        entries = await asyncio.to_thread(self._desk.listing)
+        return max((e.version for e in entries), default=-1)
+
+    async def _run(self) -> None:
+        while self._waiting:
+            with contextlib.suppress(OSError):  # a disk that is not there for a moment
+                newest = await self._look()
+                async with self._changed:
+                    self._newest = newest
+                    self._changed.notify_all()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+
+async def _watch(desk: TheDesk) -> Watch:
+    if desk.watch is None:
+        desk.watch = Watch(desk)
+    return desk.watch
+
+
+TheWatch = Annotated[Watch, Depends(_watch)]
+After = Annotated[int, Query(ge=-1, le=10**15, description="A version that is known already; -1: none")]
+
+
+@router.get("/next", responses={204: {"description": "There was none in time"}})
+async def next_version(
+    watch: TheWatch, after: After = -1, timeout_s: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False)] = 30.0
+) -> schema.Newest:
+    """Waits until there is a version that is newer than one that is known."""
+    found = await watch.newer(after, timeout_s)
+    return schema.Newest(version=found) if found is not None else Response(status_code=204)
+
+
+@router.get(
+    "/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+)
+async def events(
+    watch: TheWatch,
+    after: After = -1,
+    limit: Annotated[int | None, Query(ge=1, le=10**6, description="End after so many events")] = None,
+    timeout_s: Annotated[float, Query(gt=0, le=3600, allow_inf_nan=False, description="End after so long")] = 600.0,
+    last_event_id: Annotated[str | None, Header(pattern=r"^[0-9]{1,15}$")] = None,
+) -> StreamingResponse:
+    """A stream of events of type `version`, whose id is the version's number. Browsers that lose it come again by themselves, and miss
+    nothing."""
+    known = max(after, int(last_event_id) if last_event_id else -1)
+    return StreamingResponse(_stream(watch, known, limit, timeout_s), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+async def _stream(watch: Watch, known: int, limit: int | None, timeout_s: float) -> AsyncIterator[str]:
+    end = asyncio.get_running_loop().time() + timeout_s
+    yield "retry: 1000\n\n"
+    sent = 0
+    while (left := end - asyncio.get_running_loop().time()) > 0:
+        found = await watch.newer(known, min(left, _SILENCE_S))
+        if found is None:
+            yield ": still here\n\n"
+            continue
+        known, sent = found, sent + 1
+        yield f'id: {found}\nevent: version\ndata: {{"version": {found}}}\n\n'
+        if limit is not None and sent >= limit:
+            return
