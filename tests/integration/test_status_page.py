@@ -54,11 +54,11 @@ class Stage:
 
     def serve(self) -> None:
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
-        run(self.folder, group=self.group.name)
+        run(self.folder, group=self.group.name, route_prefix="/weights")
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}/weights"
 
     def get(self, path: str):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -87,7 +87,7 @@ def page(stage) -> Page:
 
 def test_what_there_is_can_be_seen(stage, page):
     page.until("document.querySelectorAll('#receivers tbody tr').length === 3")
-    assert page.js("location.pathname") == "/status"
+    assert page.js("location.pathname") == "/weights/status"
     assert page.text("h1") == stage.group.name
     assert {e: page.text(f"#{e}") for e in ("version", "published", "staleness", "trainers")} == {
         "version": "0", "published": "0", "staleness": "none", "trainers": "1 of 1",
