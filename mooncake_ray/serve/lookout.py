@@ -27,6 +27,7 @@ logger = logging.getLogger("mooncake_ray")
 _FRESH_S = 0.5
 _WAIT_S = 1.0
 _ANSWER_S = 5.0
+_NODES_EVERY_S = 2.0
 
 T = TypeVar("T")
 
@@ -34,20 +35,23 @@ T = TypeVar("T")
 class Part(Generic[T]):
     """One thing that is looked at, by one thread at a time. What it said last stays when it says nothing any more."""
 
-    def __init__(self, name: Literal["group", "store", "nodes"], look: Callable[[], T], empty: T, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, name: Literal["group", "store", "nodes"], look: Callable[[], T], empty: T, clock: Callable[[], float], every_s: float = 0.0
+    ) -> None:
+        """`every_s`: it is not looked at more often, as that costs others something."""
         self.name, self.value = name, empty
-        self._look, self._clock = look, clock
+        self._look, self._clock, self._every_s = look, clock, every_s
         self._at: float | None = None  # when `value` was seen
-        self._asked = 0.0
+        self._asked = float("-inf")
         self._error = ""
         self._future: Future[T] | None = None
 
-    def begin(self, executor: ThreadPoolExecutor) -> Future[T]:
-        """Has it looked at, unless it is being so."""
-        if self._future is None:
+    def begin(self, executor: ThreadPoolExecutor) -> list[Future[T]]:
+        """Has it looked at, unless it is being so, or was just now. Returns what is to be waited for."""
+        if self._future is None and self._clock() - self._asked >= self._every_s:
             self._asked = self._clock()
             self._future = executor.submit(self._look)
-        return self._future
+        return [] if self._future is None else [self._future]
 
     def settle(self) -> Shortfall | None:
         """Takes what was seen, if it was. Returns why it was not."""
@@ -74,7 +78,7 @@ class Lookout:
         self._sizes: dict[tuple[int, int], int] = {}  # bytes, by version and when it was made
         self._group: Part[GroupStatus | None] = Part("group", self._status, None, clock)
         self._store: Part[list[StoredVersion]] = Part("store", self._stored, [], clock)
-        self._nodes: Part[Any] = Part("nodes", lambda: node_pools(_ANSWER_S), [], clock)
+        self._nodes: Part[Any] = Part("nodes", lambda: node_pools(_ANSWER_S), [], clock, _NODES_EVERY_S)
         self._executor = ThreadPoolExecutor(4, "mooncake_ray.lookout")
         self._lock = threading.Lock()
         self._seen: Future[Overview] | None = None
@@ -92,7 +96,7 @@ class Lookout:
 
     def _gather(self) -> Overview:
         parts: list[Part[Any]] = [self._store, self._nodes, *([self._group] if self._name is not None else [])]
-        wait([part.begin(self._executor) for part in parts], timeout=_WAIT_S)
+        wait([future for part in parts for future in part.begin(self._executor)], timeout=_WAIT_S)
         shortfalls = [s for part in parts if (s := part.settle()) is not None]
         self._seen_at = self._clock()
         values = self._group.value, self._store.value, self._nodes.value

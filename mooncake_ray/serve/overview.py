@@ -111,8 +111,8 @@ def _receiver(name: str, e: report.EngineStatus) -> Receiver:
 
 def _gone(name: str, gone: report.Departed) -> Receiver:
     return Receiver(
-        name=name, state="gone", why=gone.why, version=_known(gone.version), behind=None, stale_s=None, since_s=gone.ago_s,
-        silent_s=gone.ago_s, ranks=0, world=0, hosts=[],
+        name=name, state="gone" if gone.why else "left", why=gone.why, version=_known(gone.version), behind=None, stale_s=None,
+        since_s=gone.ago_s, silent_s=gone.ago_s, ranks=0, world=0, hosts=[],
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field
 
 __all__ = ["Group", "Node", "Outcome", "Overview", "Pin", "Receiver", "ReceiverState", "Shortfall", "Trainers", "Transfer", "Version"]
 
-ReceiverState = Literal["serving", "paused", "joined", "poisoned", "incomplete", "gone"]
-"""As `sync.messages.State`; `incomplete`: some of its ranks are not there; `gone`: none is."""
+ReceiverState = Literal["serving", "paused", "joined", "poisoned", "incomplete", "gone", "left"]
+"""As `sync.messages.State`; `incomplete`: some of its ranks are not there; `gone`: none is; `left`: none is, and by their own will."""
 
 
 class Trainers(BaseModel):
@@ -23,11 +23,11 @@ class Receiver(BaseModel):
 
     name: str
     state: ReceiverState
-    why: str = Field(description="It is gone; else empty.")
-    version: int | None = Field(description="That it serves; null: none. Of one that is gone: that it served.")
-    behind: int | None = Field(description="Versions published after that one; null: it is gone.")
+    why: str = Field(description="It is gone, if it is; else empty.")
+    version: int | None = Field(description="That it serves; null: none. Of one that is not there: that it served.")
+    behind: int | None = Field(description="Versions published after that one; null: it is not there.")
     stale_s: float | None = Field(description="The first of these was published; 0: it has the newest; null: not known.")
-    since_s: float | None = Field(description="It has had its version, or is gone; null: not known.")
+    since_s: float | None = Field(description="It has had its version, or is not there; null: not known.")
     silent_s: float = Field(description="Its rank that has been silent for the longest time was heard of.")
     ranks: int = Field(description="That have joined.")
     world: int

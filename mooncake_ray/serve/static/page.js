@@ -27,6 +27,7 @@ function age(seconds) {
   if (s < 86400) return `${Math.floor(s / 3600)} h ${two(Math.floor(s / 60) % 60)} m`;
   return `${Math.floor(s / 86400)} d ${two(Math.floor(s / 3600) % 24)} h`;
 }
+const short = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : age(seconds));
 const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 const number = (n) => (n === null ? "–" : String(n));
 const percent = (part, whole) => (whole > 0 ? Math.min(100, (100 * part) / whole) : 0);
@@ -89,9 +90,10 @@ function mark(cell, kind, symbol, word, note) {
 
 const STATES = {
   serving: [0, "ok", "●"], joined: [2, "muted", "○"], paused: [3, "warn", "‖"], incomplete: [4, "warn", "◌"], poisoned: [5, "bad", "✕"],
-  gone: [6, "bad", "✕"],
+  gone: [6, "bad", "✕"], left: [-1, "muted", "○"],
 };
 const worst = (r) => STATES[r.state][0] || (r.behind ? 1 : 0);
+const isThere = (r) => r.state !== "gone" && r.state !== "left";
 
 function showHead(told) {
   const group = told.group;
@@ -101,7 +103,7 @@ function showHead(told) {
     document.title = told.versions.length ? `v${told.versions[0].version} · weights` : "weights";
     return;
   }
-  const there = group.receivers.filter((r) => r.state !== "gone");
+  const there = group.receivers.filter(isThere);
   document.title = `${group.behind ? "▲ " : ""}v${number(group.version)} · ${group.name}`;
   say(byId("version"), number(group.version));
   say(byId("published"), number(group.published));
@@ -165,15 +167,16 @@ function showTransfers(transfers) {
 }
 const few = (names) => (names.length > 8 ? `${names.slice(0, 8).join(", ")} and ${names.length - 8} more` : names.join(", "));
 
-function showReceivers(group) {
+function showReceivers(told) {
+  const group = told.group, waited = told.shortfalls.some((s) => s.what === "group");
   const all = group ? [...group.receivers] : [];
   all.sort((a, b) => worst(b) - worst(a) || (b.behind ?? 0) - (a.behind ?? 0) || (a.name < b.name ? -1 : 1));
   const current = all.filter((r) => r.state === "serving" && r.behind === 0).length, shown = all.slice(0, MOST_ROWS);
   const more = all.length > shown.length ? `; the ${shown.length} worst are shown` : "";
-  say(byId("receivers-sum"), all.length ? `${current} of ${all.length} serve the newest version${more}` : "");
+  say(byId("receivers-sum"), all.length ? `${current} of ${all.filter((r) => r.state !== "left").length} serve the newest version${more}` : "");
   show(byId("receivers"), all.length > 0);
   show(byId("receivers-none"), !all.length);
-  say(byId("receivers-none"), group ? "No engine has joined." : "This endpoint has no group.");
+  say(byId("receivers-none"), group ? "No engine has joined." : waited ? "The group does not answer." : "This endpoint has no group.");
   table("receivers", shown, (r) => r.name, [
     ["", text((r) => r.name)],
     ["", (cell, r) => mark(cell, STATES[r.state][1], STATES[r.state][2], r.state)],
@@ -183,7 +186,7 @@ function showReceivers(group) {
     ["n", text((r) => age(r.since_s))],
     ["n", text((r) => (r.world ? (r.ranks === r.world ? String(r.ranks) : `${r.ranks} of ${r.world}`) : "–"))],
     ["text", text((r) => {
-      const silent = r.state !== "gone" && r.silent_s > SILENT_S ? `not heard of for ${age(r.silent_s)}` : "";
+      const silent = isThere(r) && r.silent_s > SILENT_S ? `not heard of for ${age(r.silent_s)}` : "";
       return [few(r.hosts), r.why, silent].filter(Boolean).join("; ");
     })],
   ]);
@@ -220,8 +223,8 @@ function showOutcomes(outcomes, now) {
     ["n", text((o) => number(o.version))],
     ["", text((o) => o.what)],
     ["", text((o) => o.mode || "–")],
-    ["n", text((o) => age(o.seconds))],
-    ["n", text((o) => (o.pause_s ? `${(1000 * o.pause_s).toFixed(0)} ms` : "–"))],
+    ["n", text((o) => short(o.seconds))],
+    ["n", text((o) => (o.pause_s ? short(o.pause_s) : "–"))],
     ["n", text((o) => (o.nbytes ? size(o.nbytes) : "–"))],
     ["n", text((o) => String(o.receivers.length))],
     ["text", (cell, o) => {
@@ -262,7 +265,7 @@ function showAll() {
   showHead(told);
   showNodes(told.nodes);
   showTransfers(told.group ? told.group.transfers : []);
-  showReceivers(told.group);
+  showReceivers(told);
   noteReaders(told);
   showVersions(told.versions);
   showOutcomes(told.group ? told.group.outcomes : [], told.time);
