@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from mooncake_ray.engines.base import PauseMode, UpdateInfo
 from mooncake_ray.engines.derived import Derived
 from mooncake_ray.engines.gate import Gate
 from mooncake_ray.engines.generation import Generation, VersionSpans, next_token
-from mooncake_ray.engines.packed import PackedPieces
-from mooncake_ray.errors import EnginePausedError, EnginePoisonedError, PlanError, StaleVersionError, WeightSyncError
+from mooncake_ray.engines.in_place import InPlace
+from mooncake_ray.errors import EnginePausedError, EnginePoisonedError, StaleVersionError, WeightSyncError
 from mooncake_ray.weights.digest import content_digest
-from mooncake_ray.weights.laid import Laid, copy, in_memory
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.shard import Shard, fitting, views
 from mooncake_ray.weights.source import ModuleSource
@@ -28,25 +24,6 @@ from mooncake_ray.weights.source import ModuleSource
 __all__ = ["TorchModuleEngine"]
 
 Digest = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], int]
-
-
-@dataclass
-class _Update:
-    """An update that is open."""
-
-    placement: Placement
-    buffers: Mapping[str, torch.Tensor]
-    laid: Laid | None
-    """The fragments, if they are in this process's memory."""
-    written: bool = False
-    """Whether anything may have been written."""
-    whole: set[int] = field(default_factory=set)
-    """The fragments whose whole content is new."""
-
-    @cached_property
-    def targets(self) -> list[torch.Tensor]:
-        """All fragments, over the engine's memory."""
-        return list(views(self.placement, self.buffers))
 
 
 class TorchModuleEngine:
@@ -87,7 +64,7 @@ class TorchModuleEngine:
         self._derived = Derived(module, derived or {}, post_load or getattr(module, "post_load_weights", None))
         self._gate = Gate(patience_s)
         self._control = threading.RLock()
-        self._update: _Update | None = None
+        self._update: InPlace | None = None
         self._poison = ""
         self._version = self._last = weight_version
         fitting(self._placement, self._shard.buffers())
@@ -171,14 +148,7 @@ class TorchModuleEngine:
         with self._control:
             if self._update is not None:
                 raise WeightSyncError("an update is open already")
-            buffers = self._shard.buffers()
-            laid = None
-            if in_memory(buffers):
-                laid = Laid.of(self._placement, buffers)
-                _ = laid.distinct  # worked out before the pause
-            else:
-                fitting(self._placement, buffers)
-            self._update = _Update(self._placement, buffers, laid)
+            self._update = InPlace(self._placement, self._shard.buffers())
 
     def prepare_weights(self, update_info: UpdateInfo) -> None:
         """Weights are written in place: there is nothing to prepare."""
@@ -190,20 +160,8 @@ class TorchModuleEngine:
             update = self._open()
             if not self._gate.is_paused:
                 raise WeightSyncError("weights are only written while the engine is paused")
-            if len(update_info) != 1 or not update_info.keys() <= {"pieces", "apply"}:
-                raise WeightSyncError(f"an update is one of pieces and apply, got {', '.join(update_info) or 'nothing'}")
-            targets = _Watched(update)
             try:
-                pieces = update_info.get("pieces", ())
-                if isinstance(pieces, PackedPieces) and update.laid is not None:
-                    self._write_all(update, update.laid, pieces)
-                elif "pieces" in update_info:
-                    for i, piece in pieces:
-                        self._write(targets, i, piece)
-                        update.whole.add(i)
-                else:
-                    whole = update_info["apply"](targets)
-                    update.whole.update(range(len(targets))[i] for i in whole or ())
+                update.write(update_info)
             except BaseException as e:
                 if update.written:
                     self._fail(e)
@@ -217,7 +175,7 @@ class TorchModuleEngine:
             oldest = -1 if self._last is None else self._last + (not self._poison)
             if weight_version < oldest:
                 raise StaleVersionError(f"version {weight_version} comes after version {self._last}")
-            if self._poison and len(update.whole) < len(self._placement):
+            if self._poison and not update.complete:
                 written = f"{len(update.whole)} of {len(self._placement)} fragments"
                 raise WeightSyncError(f"the engine is poisoned, and only {written} are written anew")
             if update.written:
@@ -262,27 +220,7 @@ class TorchModuleEngine:
                     out[meta.name] = (out.get(meta.name, 0) + digest(view, lo, meta.shape)) % 2**64
         return out
 
-    def _write(self, targets: _Watched, i: int, piece: torch.Tensor) -> None:
-        if not 0 <= i < len(targets):
-            raise PlanError(f"there is no fragment {i} of {len(targets)}")
-        target = targets.look(i)
-        name = self._placement.metas[self._placement.tensor[i]].name
-        if piece.dtype != target.dtype or _trimmed(piece.shape) != _trimmed(target.shape):
-            raise PlanError(
-                f"{name}: a piece of {piece.dtype} {list(piece.shape)} is no content of fragment {i}, {target.dtype} {list(target.shape)}"
-            )
-        targets[i].copy_(piece.reshape(target.shape))
-
-    def _write_all(self, update: _Update, target: Laid, pieces: PackedPieces) -> None:
-        source = pieces.laid()
-        if pieces.placement.metas != self._placement.metas or not np.array_equal(source.extents, target.extents):
-            raise PlanError(f"pieces of {len(source)} fragments are for another layout than these {len(target)}")
-        once = target.distinct
-        update.written = True
-        copy(source.only(once), target.only(once))
-        update.whole.update(range(len(target)))
-
-    def _open(self) -> _Update:
+    def _open(self) -> InPlace:
         if self._update is None:
             raise WeightSyncError("no update is open: start_weight_update comes first")
         return self._update
@@ -295,32 +233,6 @@ class TorchModuleEngine:
     def _refuse_poisoned(self) -> None:
         if self._poison:
             raise EnginePoisonedError(f"{self._poison}; all weights must be written anew")
-
-
-class _Watched(Sequence):
-    """Fragments, which notes when somebody gets hold of one."""
-
-    def __init__(self, update: _Update) -> None:
-        self._update = update
-
-    def __len__(self) -> int:
-        return len(self._update.targets)
-
-    def __getitem__(self, i: Any) -> Any:
-        found = self._update.targets[i]
-        self._update.written = True
-        return found
-
-    def look(self, i: int) -> torch.Tensor:
-        """To see what it is like."""
-        return self._update.targets[i]
-
-
-def _trimmed(shape: Iterable[int]) -> tuple[int, ...]:
-    shape = list(shape)
-    while shape and shape[0] == 1:
-        del shape[0]
-    return tuple(shape)
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

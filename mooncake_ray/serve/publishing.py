@@ -19,7 +19,7 @@ _BODY: dict[str, Any] = {
     "requestBody": {
         "description": "A file of the safetensors format. Metadata `files/NAME` becomes a file that goes with the version. "
         "With a header `Content-Digest` (RFC 9530) it is compared when it has come.",
-        "content": {"application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}}},
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
 _MOVED: dict[int | str, dict[str, Any]] = {

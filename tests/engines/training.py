@@ -1,0 +1,87 @@
+"""A tiny model that is trained by torch in a Ray actor, and what it says to prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ray
+import torch
+
+SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 4}
+CLEAR = 0.05
+"""A margin between the likeliest token and the next that numbers of another order of additions do not close."""
+
+
+def made(kind: str) -> torch.nn.Module:
+    """A Qwen3 of a kind ("dense", with tied embeddings, or "moe"), the same each time."""
+    import transformers as t
+
+    torch.manual_seed(7)
+    common = SIZES | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.1}
+    if kind == "dense":
+        module = t.Qwen3ForCausalLM(t.Qwen3Config(**common, tie_word_embeddings=True))
+    else:
+        module = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **EXPERTS))
+    return module.to(torch.bfloat16)
+
+
+def save(module: torch.nn.Module, folder: Path) -> None:
+    """A checkpoint as they are published."""
+    module.save_pretrained(folder)
+
+
+@ray.remote(num_cpus=0)
+class Training:
+    def __init__(self, kind: str) -> None:
+        import mooncake_ray
+
+        mooncake_ray.install()
+        torch.set_num_threads(1)
+        self.module = made(kind)
+        self.draw = torch.Generator().manual_seed(1)
+
+    def join(self, group) -> None:
+        from mooncake_ray.weights.layouts.checkpoint import checkpoint_names
+        from mooncake_ray.weights.source import ModuleSource
+
+        self.member = group.trainer(ModuleSource(self.module, checkpoint_names(self.module.config)), 0, 1)
+
+    def step(self, rate: float = 1e-2) -> float:
+        """Of training, on noise. Returns the loss."""
+        tokens = torch.randint(SIZES["vocab_size"], (2, 16), generator=self.draw)
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=rate)
+        loss = self.module(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    def nudge(self, every: int) -> None:
+        """Changes one element of so many."""
+        with torch.no_grad():
+            for tensor in self.module.parameters():
+                tensor.view(-1)[::every] *= 1.5
+
+    def save(self, folder: str) -> None:
+        save(self.module, Path(folder))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the names of checkpoints."""
+        from safetensors.torch import load_file
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            save(self.module, Path(folder))
+            return load_file(Path(folder) / "model.safetensors")
+
+    def tokens(self, prompt: list[int], count: int) -> tuple[list[int], float]:
+        """Greedy ones, and the smallest margin by which one of them was the likeliest."""
+        out, margin = list(prompt), float("inf")
+        with torch.no_grad():
+            for _ in range(count):
+                logits = self.module(torch.tensor([out])).logits[0, -1].float()
+                first, second = logits.topk(2).values.tolist()
+                margin = min(margin, first - second)
+                out.append(int(logits.argmax()))
+        return out[len(prompt) :], margin
