@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test unit-test program-test integration-test test-all test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
+.PHONY: help setup demo test unit-test program-test integration-test test-all test-engines test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +58,16 @@ native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
 	$(call sanitized,tsan,thread)
 	$(BIN)/cmake --build build/tsan
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure
+
+# Each in an environment of its own, which is installed once a machine (gigabytes, minutes).
+ENGINE_ENVIRONMENTS = build/engines/vllm/.ready build/engines/sglang/.ready
+ENGINE_PYTHONS = MOONCAKE_VLLM_PYTHON=$(CURDIR)/build/engines/vllm/bin/python MOONCAKE_SGLANG_PYTHON=$(CURDIR)/build/engines/sglang/bin/python
+
+test-engines: $(STAMP) $(ENGINE_ENVIRONMENTS) ## Real vLLM and SGLang on CPUs: every way to give them new weights, and their own loaders
+	$(ENGINE_PYTHONS) $(BIN)/python -m pytest -q --timeout 900 tests/engines tests/integration/test_engine_loaders.py
+
+build/engines/%/.ready: scripts/engine-env.sh scripts/engines/%.txt $(STAMP)
+	@sh scripts/engine-env.sh $* $(VENV) $(@D)
 
 # Without the plugins that these tests do without: starting takes its time in an emulated machine.
 RDMA_PYTEST = PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -q -p no:cacheprovider -p pytest_timeout
