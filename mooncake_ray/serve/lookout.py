@@ -73,8 +73,9 @@ class Part(Generic[T]):
 class Lookout:
     """One of a replica. Thread-safe."""
 
-    def __init__(self, desk: Desk, clock: Callable[[], float] = time.monotonic) -> None:
-        self._desk, self._clock, self._name = desk, clock, desk.settings.group
+    def __init__(self, desk: Callable[[], Desk], clock: Callable[[], float] = time.monotonic) -> None:
+        """`desk`: the one that the replica has now."""
+        self._desk, self._clock, self._name = desk, clock, desk().settings.group
         self._sizes: dict[tuple[int, int], int] = {}  # bytes, by version and when it was made
         self._group: Part[GroupStatus | None] = Part("group", self._status, None, clock)
         self._store: Part[list[StoredVersion]] = Part("store", self._stored, [], clock)
@@ -100,27 +101,27 @@ class Lookout:
         shortfalls = [s for part in parts if (s := part.settle()) is not None]
         self._seen_at = self._clock()
         values = self._group.value, self._store.value, self._nodes.value
-        return assemble(time.time(), self._desk.name, self._name, *values, shortfalls)
+        return assemble(time.time(), self._desk().name, self._name, *values, shortfalls)
 
     def _status(self) -> GroupStatus:
         return WeightSyncGroup.find(self._name or "").status(timeout_s=_ANSWER_S)
 
     def _stored(self) -> list[StoredVersion]:
-        store, now = self._desk.store, time.time()
-        leases = {PIN + lease.id: Pin(name=lease.holder or "a lease", left_s=lease.expires - now) for lease in self._desk.leases.of()}
-        readers, found, sizes = self._desk.shelf.readers(), [], {}
-        for entry in self._desk.listing():
+        desk, now = self._desk(), time.time()
+        leases = {PIN + lease.id: Pin(name=lease.holder or "a lease", left_s=lease.expires - now) for lease in desk.leases.of()}
+        readers, found, sizes = desk.shelf.readers(), [], {}
+        for entry in desk.listing():
             if not entry.whole:
                 found.append(StoredVersion(entry.version, False))
                 continue
-            path = store.directory / version_name(entry.version)
+            path = desk.store.directory / version_name(entry.version)
             try:
                 made = (path / MANIFEST).stat().st_mtime_ns
                 key = entry.version, made
                 sizes[key] = self._sizes.get(key) or sum(f.stat().st_size for f in path.iterdir())
             except FileNotFoundError:
                 continue  # it was deleted this moment
-            pins = tuple(leases.get(pin) or Pin(name=pin, left_s=None) for pin in store.pins(entry.version))
+            pins = tuple(leases.get(pin) or Pin(name=pin, left_s=None) for pin in desk.store.pins(entry.version))
             age_s = max(0.0, now - made / 1e9)
             found.append(StoredVersion(entry.version, True, sizes[key], age_s, pins, readers.get(entry.version, 0)))
         self._sizes = sizes

@@ -204,6 +204,26 @@ def test_a_narrow_screen_has_room_for_it(page):
     page.looks(1280, 800)
 
 
+def test_who_has_no_token_is_asked_for_it(stage, page):
+    run(stage.folder, name="private", route_prefix="/private", read_token="open sesame")
+    page.open(stage.url.replace("/weights", "/private/"))
+    page.until("document.getElementById('ask').checkVisibility()")
+    assert "the endpoint answers 401: a bearer token is needed" in page.text("#problems") and not page.rows("versions")
+    for token in ("wrong", "open sesame"):
+        page.js("document.getElementById('token').focus()")
+        page.do("Input.insertText", text=token)
+        page.js("document.querySelector('#ask button').click()")
+        page.until(
+            "/answers 403/.test(document.body.innerText)" if token == "wrong" else "document.getElementById('versions').rows.length > 1"
+        )
+    assert not page.js("document.getElementById('ask').checkVisibility()") and page.text("#receivers-none") == "This endpoint has no group."
+    assert page.rows("versions")[0][3:] == ["store", "0", "0", "best"]
+    page.open(stage.url)
+    page.until("document.querySelectorAll('#receivers tbody tr').length === 3")
+    page.troubles.clear()  # requests that were refused
+    serve.delete("private")
+
+
 def test_what_is_shown_is_called_old_when_the_endpoint_is_gone_and_new_when_it_is_back(stage, page):
     assert not page.troubles
     serve.shutdown()

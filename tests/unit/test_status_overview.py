@@ -217,7 +217,7 @@ def test_all_who_look_at_once_see_the_same(monkeypatch):
     monkeypatch.setattr(lookout, "node_pools", pools)
     monkeypatch.setattr(lookout, "_WAIT_S", 30.0)
     clock = Clock()
-    watch = Lookout(desk(), clock)
+    watch = Lookout(desk, clock)
     futures = [watch.look() for _ in range(50)]
     go.set()
     assert len({id(f.result(30)) for f in futures}) == 1 and len(looks) == 1
@@ -234,7 +234,7 @@ def test_all_who_look_at_once_see_the_same(monkeypatch):
 def test_a_group_that_there_is_none_of_is_a_shortfall(monkeypatch):
     monkeypatch.setattr(lookout, "node_pools", lambda timeout_s: [])
     monkeypatch.setattr(lookout.WeightSyncGroup, "find", lambda name: (_ for _ in ()).throw(ValueError(f"no group {name}")))
-    watch = Lookout(desk("policy"))
+    watch = Lookout(lambda: desk("policy"))
     seen = watch.look().result(30)
     assert seen.group is None and [(s.what, s.why, s.age_s) for s in seen.shortfalls] == [("group", "no group policy", None)]
     watch.close()
