@@ -30,7 +30,7 @@ def build_app(desk: Desk) -> FastAPI:
     """The application over a desk. Its schema is at /openapi.json, and for people at /docs."""
     app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None, generate_unique_id_function=lambda r: r.name)
     app.state.desk = desk
-    app.state.lookout = Lookout(desk)
+    app.state.lookout = Lookout(lambda: app.state.desk)
     for router in ROUTERS:
         app.include_router(router)
     made = app.openapi
