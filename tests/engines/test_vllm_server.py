@@ -19,7 +19,7 @@ from mooncake_ray.engines.http import HTTPStatusError
 from mooncake_ray.engines.vllm import VLLMEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, SyncAbortedError, WeightSyncError
 
-TOKENS = 6
+TOKENS = 4
 
 
 @dataclass
@@ -77,7 +77,11 @@ def test_before_the_first_sync_it_serves_what_it_loaded(live):
 @pytest.mark.parametrize("mode", ["p2p", "delta", "nccl", "auto"])
 def test_modes(live, mode):
     before = live.group.status().version
-    ray.get(live.training.step.remote(0.2))
+    ray.get(live.training.step.remote(1.0))
+    new = ray.get(live.training.clear.remote(8, TOKENS))
+    assert [live.server.generate(prompt, TOKENS) for prompt, _ in new] != [expected for _, expected in new], (
+        "nothing is to be seen of a step"
+    )
     report = live.group.sync(mode=mode)
     assert report.version == before + 1 and report.engines == ["vllm"] and not report.lost and not report.fallbacks
     assert mode in (report.mode, "auto")
@@ -121,6 +125,9 @@ def test_errors_say_what_is_wrong(live):
         VLLMEngine(url="http://127.0.0.1:9").weight_version()
     with pytest.raises(HTTPStatusError, match="unexpected keyword argument 'colour'"):
         live.engine.attach(live.group.name, "vllm", address=live.address, colour="blue")
+    with pytest.raises(HTTPStatusError, match="there is no group 'nobody'"):
+        live.engine.attach("nobody", "vllm", address=live.address, timeout_s=1.0)
+    live.attach()
 
 
 def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_path):

@@ -111,8 +111,19 @@ class Server:
             os.kill(pid, number)
 
     def kill(self) -> None:
+        shared = self._shared()
         self.signal(signal.SIGKILL)
         self.process.wait(30)
+        for path in shared:  # which nobody else tidies up
+            path.unlink(missing_ok=True)
+
+    def _shared(self) -> set[Path]:
+        """Memory that it has shared among its processes."""
+        found = set()
+        for pid in self.pids(""):
+            with contextlib.suppress(OSError):
+                found |= {Path(line.split()[-1]) for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line}
+        return {path for path in found if path.name.startswith(("psm_", "sem.mp-"))}
 
     def stop(self) -> None:
         """As an operator would; killed if that takes long."""
