@@ -12,12 +12,12 @@ from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from mooncake_ray.engines.joining import Joining
+from mooncake_ray.engines.membership import Membership
 from mooncake_ray.engines.vllm.control import control
 from mooncake_ray.engines.vllm.rank import VLLMRank
 from mooncake_ray.engines.vllm.raw import RawWeights
 from mooncake_ray.engines.vllm.renewal import Renewal
 from mooncake_ray.errors import ConfigError, MooncakeRayError, WeightSyncError
-from mooncake_ray.sync.engine import Engine
 from mooncake_ray.weights.meta import ParamMeta
 
 __all__ = ["InitInfo", "MooncakeWeightTransferEngine", "UpdateInfo"]
@@ -64,7 +64,7 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._rank: VLLMRank | None = None
-        self._member: Engine | None = None
+        self._membership = Membership()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
         """An error is returned, for `init_transfer_engine` to raise."""
@@ -110,7 +110,7 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return self._rank
 
         joining = Joining(init_info.group, init_info.engine, init_info.address, init_info.timeout_s)
-        self._member = joining.join(rank, parallel.world_size_across_dp, adapter)
+        self._membership.join(joining, rank, parallel.world_size_across_dp, adapter)
 
     def start_weight_update(self) -> None:
         """Nothing happens before `update_weights`."""
@@ -134,6 +134,6 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """All was done by `update_weights`."""
 
     def shutdown(self) -> None:
-        member, self._member, self._rank = self._member, None, None
-        if member is not None:
-            member.close()
+        """Leaves the group."""
+        self._rank = None
+        self._membership.leave()
