@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ray
+
 from mooncake_ray.engines.base import PauseMode
 from mooncake_ray.engines.vllm.control import Control, control
-from mooncake_ray.errors import WeightSyncError
+from mooncake_ray.errors import ConfigError
 
 __all__ = ["VLLMEngine"]
 
@@ -25,11 +27,14 @@ class VLLMEngine:
     """
 
     def __init__(self, *, url: str = "", key: str = "", actor: str = "", namespace: str = "") -> None:
-        """Either `url` (and `key`, a bearer token), or the name of a Ray actor with the methods of `AsyncLLM`. Raises ConfigError."""
+        """Either `url` (and `key`, a bearer token), or the name of a Ray actor with the methods of `AsyncLLM` (and its namespace, if that is not
+        this job's). Raises ConfigError."""
+        if actor and not namespace:
+            namespace = ray.get_runtime_context().namespace  # workers have namespaces of their own
         self._where: Mapping[str, str] = {k: v for k, v in (("url", url), ("key", key), ("actor", actor), ("namespace", namespace)) if v}
         found = control(self._where)
         if found is None:
-            raise WeightSyncError("a vLLM engine is named by its url, or by its actor")
+            raise ConfigError("a vLLM engine is named by its url, or by its actor")
         self._control: Control = found
 
     def attach(

@@ -99,13 +99,13 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _join(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + get_world_group().rank_in_group
-        leads = control(init_info.control) if rank == 0 and init_info.control else None
 
         def adapter(metas: Sequence[ParamMeta]) -> VLLMRank:
             raw = RawWeights(self.model, metas, ignore=init_info.ignore)
             renewal = Renewal(self.model, self.model_config, raw)
             if renewal.layerwise:
                 logger.info("mooncake_ray: %d layers of vLLM's model are made anew while it is paused", renewal.layerwise)
+            leads = control(init_info.control) if rank == 0 else None
             self._rank = VLLMRank(raw, renewal, leads, keep_prefixes=init_info.keep_prefixes, timeout_s=init_info.timeout_s)
             return self._rank
 
