@@ -51,6 +51,7 @@ class SGLangEngine:
         pause: PauseMode = "keep",
         keep: Keep = "retract",
         flush: bool = True,
+        exchange: bool = True,
         update_timeout_s: float = 60.0,
         timeout_s: float = 300.0,
     ) -> None:
@@ -59,7 +60,7 @@ class SGLangEngine:
 
         Args:
             address: of the Ray cluster as the server's host reaches it; by default of the one this process is in.
-            pause, keep, flush: how updates are taken over; see `rank.Settings`.
+            pause, keep, flush, exchange: how updates are taken over; see `rank.Settings`.
             update_timeout_s: of the steps of an update within the server.
 
         Raises:
@@ -68,7 +69,7 @@ class SGLangEngine:
             SyncTimeoutError: not done in time.
             WeightSyncError: the server is not there, or refuses.
         """
-        settings = Settings(pause, keep, flush, update_timeout_s)
+        settings = Settings(pause, keep, flush, exchange, update_timeout_s)
         end = time.monotonic() + timeout_s
         ranks = self.server.ranks()
         joining = {

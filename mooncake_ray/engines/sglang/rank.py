@@ -40,6 +40,9 @@ class Settings:
     """See `Keep`."""
     flush: bool = True
     """Forget keys and values that older weights made. With `in_place` it cannot be done while requests run; then it is left, and said so."""
+    exchange: bool = True
+    """Make a version ready in memory of its own, and put that in the place of what was served: a shorter pause, for twice the memory. Only for
+    weights on a CPU."""
     timeout_s: float = 60.0
     """Until requests are paused; until all ranks have taken an update over."""
 
@@ -71,14 +74,22 @@ class Rank:
     name: ClassVar[str] = "sglang"
 
     def __init__(
-        self, shard: Shard, ranks: Ranks, handover: Handover, server: Server, settings: Settings, post_load: Callable[[], None]
+        self,
+        shard: Shard,
+        ranks: Ranks,
+        handover: Handover,
+        server: Server,
+        settings: Settings,
+        post_load: Callable[[], None],
+        module: torch.nn.Module | None = None,
     ) -> None:
         """
         Args:
             handover: whose `take` the scheduler's thread calls when it gets a message.
             post_load: makes what is derived from weights, after all are written.
+            module: whose weights these are.
         """
-        self._weights = Served(self.name, shard)
+        self._weights = Served(self.name, shard, module if settings.exchange else None)
         self._ranks, self._handover, self._server, self._settings, self._post_load = ranks, handover, server, settings, post_load
         self._lock = threading.RLock()  # the weights are looked at, or written, by one thread
         self._session = self._paused = False
@@ -148,9 +159,9 @@ class Rank:
             self._weights.open()
 
     def prepare_weights(self, update_info: UpdateInfo) -> None:
-        """Weights are written in place: there is nothing to prepare but to look."""
+        """Writes all of it beside what is served, if the module's weights may be exchanged."""
         with self._lock:
-            self._weights.check(update_info)
+            self._weights.prepare(update_info)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
         """Has the scheduler's own thread write. Raises also SyncTimeoutError: the scheduler, or another rank, has not come to it in time."""

@@ -108,7 +108,7 @@ class _Scheduler:
                     learned = self.handover.leave(lambda: TracedTarget(model, metas))
                     answer.say(ranks.rank, "ready")
                     shard = learned.result(joining.timeout_s)
-                    self.adapter = Rank(shard, ranks, self.handover, server, settings, _post_load(model))
+                    self.adapter = Rank(shard, ranks, self.handover, server, settings, _post_load(model), model)
                     return self.adapter
 
                 self._connected = not ray.is_initialized()
