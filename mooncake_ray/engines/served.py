@@ -93,13 +93,17 @@ class Served:
                 self.fail(e)
             raise
 
-    def finish(self, version: int) -> None:
-        """Raises as `EngineAdapter.finish_weight_update`."""
-        update = self._need()
+    def check_version(self, version: int) -> None:
+        """Whether an update may make it that. Raises as `EngineAdapter.finish_weight_update`."""
         if isinstance(version, bool) or not isinstance(version, int):
             raise WeightSyncError(f"a version is an integer, got {version!r}")
         if version < (oldest := self._last + (not self.poisoned)):
             raise StaleVersionError(f"version {version} comes after version {self._last}; the next is {oldest}")
+
+    def finish(self, version: int) -> None:
+        """Raises as `EngineAdapter.finish_weight_update`."""
+        update = self._need()
+        self.check_version(version)
         if self.poisoned and not update.complete:
             written = f"{len(update.whole)} of {len(self._placement)} fragments"
             raise WeightSyncError(f"the engine is poisoned, and only {written} are written anew")

@@ -74,7 +74,7 @@ class _Scheduler:
             self.handover.take(timeout_s)
         except SyncTimeoutError:  # the others wait to hear of this rank
             if self.ranks is not None:
-                self.ranks.least([0])
+                self.ranks.least([0, 0, 0])
             raise
 
     def _check(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:

@@ -122,14 +122,23 @@ class Server:
     def end(self, *, timeout_s: float) -> None:
         self.call("end_weight_update", {}, timeout_s=timeout_s)
 
-    def tell(self, message: Mapping[str, Any], ranks: int, *, timeout_s: float) -> None:
+    def tell(self, message: Mapping[str, Any], ranks: int, *, timeout_s: float, version: str | None = None, flush: bool = False) -> None:
         """Has `mooncake_ray.engines.sglang.load` called with a message in each rank's own thread. Needs a session. That it is called is all
-        that the answer says."""
+        that the answer says.
+
+        Args:
+            version: That is served from then on, whatever the message came to.
+            flush: Forget then keys and values that other weights made.
+
+        Raises:
+            WeightSyncError: also if only the flush was refused.
+        """
         text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         body = {
             "serialized_named_tensors": [packed([("mooncake_ray", text)])] * ranks,
             "load_format": LOADER,
-            "flush_cache": False,
+            "flush_cache": flush,
+            "weight_version": version,
             "selector": "target",
         }
         self.call("update_weights_from_tensor", body, timeout_s=timeout_s)
