@@ -122,7 +122,7 @@ clean: ## Forget builds and the virtual environment
 
 # A compiler, and venv where Debian ships python3 without it; libraries that Mooncake's engine needs.
 $(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/*.h native/pool/* native/peer/* native/columns/* native/delta/* native/verbs/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
-	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 ip=iproute2 tc=iproute2
+	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 ip=iproute2 tc=iproute2 chromium=chromium
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-test.txt
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11 mooncake-transfer-engine-non-cuda==0.3.13.post1 megatron-core==0.16.1

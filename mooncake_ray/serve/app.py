@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from mooncake_ray.errors import MooncakeRayError
 from mooncake_ray.serve import health, overview, page, pins, publishing, versions, watching
@@ -27,16 +28,28 @@ ROUTERS = (health.router, versions.router, pins.router, watching.router, publish
 
 def build_app(desk: Desk) -> FastAPI:
     """The application over a desk. Its schema is at /openapi.json, and for people at /docs."""
-    app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None, generate_unique_id_function=lambda r: r.name)
     app.state.desk = desk
-    app.state.lookout = Lookout(desk)
+    app.state.lookout = Lookout(lambda: app.state.desk)
     for router in ROUTERS:
         app.include_router(router)
+    made = app.openapi
+    app.openapi = lambda: _as_set(made(), desk)  # type: ignore[method-assign]
     app.add_exception_handler(Problem, _problem)
     app.add_exception_handler(MooncakeRayError, _error)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
     return app
+
+
+def _as_set(schema: dict[str, Any], desk: Desk) -> dict[str, Any]:
+    """The schema, which asks for a token only where this endpoint does."""
+    if desk.settings.read_token is None:
+        for path in schema["paths"].values():
+            for operation in path.values():
+                if "publishing" not in operation.get("tags", ()):
+                    operation.pop("security", None)
+    return schema
 
 
 def _answer(problem: Problem) -> Response:
@@ -55,8 +68,23 @@ def _error(request: Request, error: MooncakeRayError) -> Response:
 
 
 def _http(request: Request, error: HTTPException) -> Response:
-    kinds = {404: "not-found", 405: "method-not-allowed"}
-    return _answer(Problem(error.status_code, kinds.get(error.status_code, "http"), str(error.detail), error.headers))
+    if error.status_code == 400:  # a body that is not even text
+        return _answer(Problem(422, "bad-request", str(error.detail)))
+    if error.status_code == 405:
+        methods = _methods(request)
+        detail = f"{request.method} is not for this resource, which has {', '.join(methods)}"
+        return _answer(Problem(405, "method-not-allowed", detail, {"Allow": ", ".join(methods)}))
+    return _answer(Problem(error.status_code, "not-found" if error.status_code == 404 else "http", str(error.detail), error.headers))
+
+
+def _methods(request: Request) -> list[str]:
+    """Of all routes to a path: each route knows of its own only."""
+    found: set[str] = set()
+    for path, operations in request.app.openapi()["paths"].items():
+        pattern = compile_path(path.replace("{path}", "{path:path}"))[0]
+        if pattern.match(request.scope["path"].removeprefix(request.scope.get("root_path", ""))):
+            found |= {method.upper() for method in operations}
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
 
 def _invalid(request: Request, error: RequestValidationError) -> Response:

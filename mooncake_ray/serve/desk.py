@@ -42,16 +42,17 @@ _LOGGED = re.compile(rf"(?:{re.escape(INDEX)}|{DELTAS}/[\w.-]+\.patch|version-(\
 class Desk:
     """One of a replica. Thread-safe. Ends with `close`."""
 
-    def __init__(self, settings: Settings, *, host: str = "127.0.0.1", name: str = "") -> None:
+    def __init__(self, settings: Settings, *, host: str = "127.0.0.1", name: str = "", keeper: Any = None) -> None:
         """
         Args:
             host: What clients reach the data port by.
             name: Of the replica, for people.
+            keeper: Handle of what stores versions of a group.
 
         Raises:
             OSError: the data port is taken.
         """
-        self.settings, self.host, self.name = settings, settings.host or host, name
+        self.settings, self.host, self.name, self.keeper = settings, settings.host or host, name, keeper
         self.store = SnapshotStore(settings.store, keep=settings.keep or _ALL)
         self.leases = Leases(self.store)
         self.shelf = Shelf(self.store, Path(settings.files) if settings.files else None, settings.linger_s)

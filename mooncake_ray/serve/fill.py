@@ -30,7 +30,9 @@ class NodePool:
 
 
 def node_pools(timeout_s: float) -> Sequence[NodePool]:
-    """Of all nodes of the cluster that this process is in. Starts no pool."""
+    """Of all nodes of the cluster that this process is in; none outside of one. Starts no pool."""
+    if not ray.is_initialized():
+        return []
     alive = [(n["NodeManagerAddress"], n["NodeID"]) for n in ray.nodes() if n["Alive"]]
     return of_nodes(alive, nodes.services(timeout_s), ray.util.get_node_ip_address(), _here())
 

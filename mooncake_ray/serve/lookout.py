@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from mooncake_ray.serve.fill import node_pools
+from mooncake_ray.serve.leases import PIN
 from mooncake_ray.serve.overview import StoredVersion, assemble
-from mooncake_ray.serve.overview_model import Overview, Shortfall
+from mooncake_ray.serve.overview_model import Overview, Pin, Shortfall
 from mooncake_ray.sync.group import WeightSyncGroup
 from mooncake_ray.sync.report import GroupStatus
 from mooncake_ray.weights.draft import MANIFEST, version_name
@@ -26,6 +27,7 @@ logger = logging.getLogger("mooncake_ray")
 _FRESH_S = 0.5
 _WAIT_S = 1.0
 _ANSWER_S = 5.0
+_NODES_EVERY_S = 2.0
 
 T = TypeVar("T")
 
@@ -33,20 +35,23 @@ T = TypeVar("T")
 class Part(Generic[T]):
     """One thing that is looked at, by one thread at a time. What it said last stays when it says nothing any more."""
 
-    def __init__(self, name: Literal["group", "store", "nodes"], look: Callable[[], T], empty: T, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, name: Literal["group", "store", "nodes"], look: Callable[[], T], empty: T, clock: Callable[[], float], every_s: float = 0.0
+    ) -> None:
+        """`every_s`: it is not looked at more often, as that costs others something."""
         self.name, self.value = name, empty
-        self._look, self._clock = look, clock
+        self._look, self._clock, self._every_s = look, clock, every_s
         self._at: float | None = None  # when `value` was seen
-        self._asked = 0.0
+        self._asked = float("-inf")
         self._error = ""
         self._future: Future[T] | None = None
 
-    def begin(self, executor: ThreadPoolExecutor) -> Future[T]:
-        """Has it looked at, unless it is being so."""
-        if self._future is None:
+    def begin(self, executor: ThreadPoolExecutor) -> list[Future[T]]:
+        """Has it looked at, unless it is being so, or was just now. Returns what is to be waited for."""
+        if self._future is None and self._clock() - self._asked >= self._every_s:
             self._asked = self._clock()
             self._future = executor.submit(self._look)
-        return self._future
+        return [] if self._future is None else [self._future]
 
     def settle(self) -> Shortfall | None:
         """Takes what was seen, if it was. Returns why it was not."""
@@ -68,12 +73,13 @@ class Part(Generic[T]):
 class Lookout:
     """One of a replica. Thread-safe."""
 
-    def __init__(self, desk: Desk, clock: Callable[[], float] = time.monotonic) -> None:
-        self._desk, self._clock, self._name = desk, clock, desk.settings.group
+    def __init__(self, desk: Callable[[], Desk], clock: Callable[[], float] = time.monotonic) -> None:
+        """`desk`: the one that the replica has now."""
+        self._desk, self._clock, self._name = desk, clock, desk().settings.group
         self._sizes: dict[tuple[int, int], int] = {}  # bytes, by version and when it was made
         self._group: Part[GroupStatus | None] = Part("group", self._status, None, clock)
         self._store: Part[list[StoredVersion]] = Part("store", self._stored, [], clock)
-        self._nodes: Part[Any] = Part("nodes", lambda: node_pools(_ANSWER_S), [], clock)
+        self._nodes: Part[Any] = Part("nodes", lambda: node_pools(_ANSWER_S), [], clock, _NODES_EVERY_S)
         self._executor = ThreadPoolExecutor(4, "mooncake_ray.lookout")
         self._lock = threading.Lock()
         self._seen: Future[Overview] | None = None
@@ -91,25 +97,32 @@ class Lookout:
 
     def _gather(self) -> Overview:
         parts: list[Part[Any]] = [self._store, self._nodes, *([self._group] if self._name is not None else [])]
-        wait([part.begin(self._executor) for part in parts], timeout=_WAIT_S)
+        wait([future for part in parts for future in part.begin(self._executor)], timeout=_WAIT_S)
         shortfalls = [s for part in parts if (s := part.settle()) is not None]
         self._seen_at = self._clock()
-        return assemble(time.time(), self._name, self._group.value, self._store.value, self._nodes.value, shortfalls)
+        values = self._group.value, self._store.value, self._nodes.value
+        return assemble(time.time(), self._desk().name, self._name, *values, shortfalls)
 
     def _status(self) -> GroupStatus:
         return WeightSyncGroup.find(self._name or "").status(timeout_s=_ANSWER_S)
 
     def _stored(self) -> list[StoredVersion]:
-        store, now = self._desk.store, time.time()
-        found, sizes = [], {}
-        for version in store.versions():
-            path = store.directory / version_name(version)
+        desk, now = self._desk(), time.time()
+        leases = {PIN + lease.id: Pin(name=lease.holder or "a lease", left_s=lease.expires - now) for lease in desk.leases.of()}
+        readers, found, sizes = desk.shelf.readers(), [], {}
+        for entry in desk.listing():
+            if not entry.whole:
+                found.append(StoredVersion(entry.version, False))
+                continue
+            path = desk.store.directory / version_name(entry.version)
             try:
                 made = (path / MANIFEST).stat().st_mtime_ns
-                key = version, made
+                key = entry.version, made
                 sizes[key] = self._sizes.get(key) or sum(f.stat().st_size for f in path.iterdir())
-                found.append(StoredVersion(version, sizes[key], max(0.0, now - made / 1e9), tuple(store.pins(version))))
             except FileNotFoundError:
                 continue  # it was deleted this moment
+            pins = tuple(leases.get(pin) or Pin(name=pin, left_s=None) for pin in desk.store.pins(entry.version))
+            age_s = max(0.0, now - made / 1e9)
+            found.append(StoredVersion(entry.version, True, sizes[key], age_s, pins, readers.get(entry.version, 0)))
         self._sizes = sizes
         return found

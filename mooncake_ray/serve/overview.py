@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
+from mooncake_ray.serve.access import may_read, problems
 from mooncake_ray.serve.fill import NodePool
 from mooncake_ray.serve.overview_model import (
     Group,
     Node,
     Outcome,
     Overview,
+    Pin,
     Receiver,
     ReceiverState,
     Shortfall,
@@ -26,7 +29,9 @@ from mooncake_ray.sync.report import GroupStatus
 
 __all__ = ["StoredVersion", "assemble", "router"]
 
-router = APIRouter(prefix="/v1", tags=["overview"])
+T = TypeVar("T")
+
+router = APIRouter(prefix="/v1", tags=["overview"], dependencies=[Depends(may_read)], responses=problems(401, 403, 500, 503))
 
 
 @router.get("/overview")
@@ -42,13 +47,18 @@ class StoredVersion:
     """In the endpoint's store."""
 
     version: int
-    nbytes: int
-    age_s: float
-    pins: tuple[str, ...]
+    whole: bool
+    """Else deltas lead to it."""
+    nbytes: int | None = None
+    """Of its files, if it is whole."""
+    age_s: float | None = None
+    pins: tuple[Pin, ...] = ()
+    readers: int = 0
 
 
 def assemble(
     time: float,
+    replica: str,
     name: str | None,
     group: GroupStatus | None,
     store: Iterable[StoredVersion],
@@ -58,10 +68,12 @@ def assemble(
     """
     Args:
         time: Now; seconds since 1970.
+        replica: That tells it.
         name: Of the group; None: there is none.
     """
     return Overview(
         time=time,
+        replica=replica,
         group=None if name is None or group is None else _group(name, group),
         versions=_versions(group, store),
         nodes=sorted(map(_node, nodes), key=lambda n: n.host),
@@ -99,8 +111,8 @@ def _receiver(name: str, e: report.EngineStatus) -> Receiver:
 
 def _gone(name: str, gone: report.Departed) -> Receiver:
     return Receiver(
-        name=name, state="gone", why=gone.why, version=_known(gone.version), behind=None, stale_s=None, since_s=gone.ago_s,
-        silent_s=gone.ago_s, ranks=0, world=0, hosts=[],
+        name=name, state="gone" if gone.why else "left", why=gone.why, version=_known(gone.version), behind=None, stale_s=None,
+        since_s=gone.ago_s, silent_s=gone.ago_s, ranks=0, world=0, hosts=[],
     )  # fmt: skip
 
 
@@ -134,12 +146,20 @@ def _versions(group: GroupStatus | None, store: Iterable[StoredVersion]) -> list
 def _version(n: int, published: report.VersionStatus | None, stored: StoredVersion | None, served: Mapping[int, list[str]]) -> Version:
     return Version(
         version=n,
-        nbytes=stored.nbytes if stored is not None else published.nbytes if published is not None else None,
-        age_s=published.ago_s if published is not None and published.ago_s is not None else stored.age_s if stored is not None else None,
-        places=[*(["pool"] if published is not None and published.kept else []), *(["store"] if stored is not None else [])],
+        nbytes=_first(stored and stored.nbytes, published and published.nbytes),
+        age_s=_first(published and published.ago_s, stored and stored.age_s),
+        places=[
+            *(["pool"] if published is not None and published.kept else []),
+            *([] if stored is None else ["store"] if stored.whole else ["deltas"]),
+        ],
         pins=[] if stored is None else list(stored.pins),
+        readers=0 if stored is None else stored.readers,
         receivers=served.get(n, []),
     )
+
+
+def _first(*values: T | None) -> T | None:
+    return next((v for v in values if v is not None), None)
 
 
 def _node(n: NodePool) -> Node:

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-__all__ = ["Group", "Node", "Outcome", "Overview", "Receiver", "ReceiverState", "Shortfall", "Trainers", "Transfer", "Version"]
+__all__ = ["Group", "Node", "Outcome", "Overview", "Pin", "Receiver", "ReceiverState", "Shortfall", "Trainers", "Transfer", "Version"]
 
-ReceiverState = Literal["serving", "paused", "joined", "poisoned", "incomplete", "gone"]
-"""As `sync.messages.State`; `incomplete`: some of its ranks are not there; `gone`: none is."""
+ReceiverState = Literal["serving", "paused", "joined", "poisoned", "incomplete", "gone", "left"]
+"""As `sync.messages.State`; `incomplete`: some of its ranks are not there; `gone`: none is; `left`: none is, and by their own will."""
 
 
 class Trainers(BaseModel):
@@ -23,11 +23,11 @@ class Receiver(BaseModel):
 
     name: str
     state: ReceiverState
-    why: str = Field(description="It is gone; else empty.")
-    version: int | None = Field(description="That it serves; null: none. Of one that is gone: that it served.")
-    behind: int | None = Field(description="Versions published after that one; null: it is gone.")
+    why: str = Field(description="It is gone, if it is; else empty.")
+    version: int | None = Field(description="That it serves; null: none. Of one that is not there: that it served.")
+    behind: int | None = Field(description="Versions published after that one; null: it is not there.")
     stale_s: float | None = Field(description="The first of these was published; 0: it has the newest; null: not known.")
-    since_s: float | None = Field(description="It has had its version, or is gone; null: not known.")
+    since_s: float | None = Field(description="It has had its version, or is not there; null: not known.")
     silent_s: float = Field(description="Its rank that has been silent for the longest time was heard of.")
     ranks: int = Field(description="That have joined.")
     world: int
@@ -78,14 +78,22 @@ class Group(BaseModel):
     outcomes: list[Outcome] = Field(description="The last ones, newest first.")
 
 
+class Pin(BaseModel):
+    """What keeps a version in the store."""
+
+    name: str = Field(description="Of the pin, or of who holds the lease.")
+    left_s: float | None = Field(description="Until the lease is over; null: it is none.")
+
+
 class Version(BaseModel):
     version: int
     nbytes: int | None = Field(description="Of one copy; of its files, where it is stored. null: not known.")
     age_s: float | None = Field(description="It was published, or stored; null: not known.")
-    places: list[Literal["pool", "store"]] = Field(
-        description="Where it is: with the trainers, in this endpoint's store, or nowhere any more."
+    places: list[Literal["pool", "store", "deltas"]] = Field(
+        description="Where it is: with the trainers, whole in the endpoint's store, by deltas there; or nowhere any more."
     )
-    pins: list[str] = Field(description="What keeps it in the store.")
+    pins: list[Pin]
+    readers: int = Field(description="That read it from the answering replica now.")
     receivers: list[str] = Field(description="That serve it.")
 
 
@@ -118,6 +126,7 @@ class Overview(BaseModel):
     """All of it at a glance."""
 
     time: float = Field(description="Of this answer, by the endpoint's clock: seconds since 1970.")
+    replica: str = Field(description="That answers.")
     group: Group | None = Field(description="null: the endpoint has none, or it has never answered.")
     versions: list[Version] = Field(description="Newest first.")
     nodes: list[Node]

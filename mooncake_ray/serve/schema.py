@@ -11,6 +11,7 @@ __all__ = [
     "Delta",
     "DeltaStep",
     "File",
+    "FromGroup",
     "Health",
     "Lease",
     "Leases",
@@ -32,7 +33,7 @@ __all__ = [
 
 VersionNumber = Annotated[int, Field(ge=0, le=10**15)]
 VersionPath = Annotated[str, Path(pattern=r"^(latest|[0-9]{1,15})$", description="A number, or `latest`", examples=["latest"])]
-Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600, allow_inf_nan=False, strict=True)]
 
 
 class Problem(BaseModel):
@@ -158,8 +159,16 @@ class Pin(BaseModel):
     model_config = ConfigDict(extra="forbid")
     ttl_s: Seconds
     """Until it must be renewed; cut to what the endpoint allows."""
-    holder: Annotated[str, Field(max_length=200)] = ""
+    holder: Annotated[str, Field(max_length=200, strict=True)] = ""
     """Who it is, for people."""
+
+
+class FromGroup(BaseModel):
+    """A wish that a group's version is stored."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: Annotated[int, Field(ge=0, le=10**15, strict=True)] | None = None
+    """That the group must be at; None: whichever it is at."""
 
 
 class Renewal(BaseModel):

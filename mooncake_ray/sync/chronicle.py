@@ -75,7 +75,7 @@ class Chronicle:
         self._departed.pop(engine, None)
 
     def left(self, engine: str, why: str) -> None:
-        """None of its ranks is there any more."""
+        """None of its ranks is there any more. `why`: "" if it wanted that."""
         version, _ = self._served.pop(engine, (-1, 0.0))
         self._departed.pop(engine, None)  # so that it is the last
         self._departed[engine] = self._clock(), why, version

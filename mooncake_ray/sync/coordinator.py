@@ -41,6 +41,7 @@ _POLL_S = 5.0
 _LOOK_EVERY_S = 0.5
 _CATCH_UP_S = 300.0
 _END_S = 5.0
+_LEFT = "left the group"
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Coordinator:
 
     async def leave(self, id: str) -> None:
         if (member := self._roster.by_id(id)) is not None:
-            await self._lose(member, "left the group")
+            await self._lose(member, _LEFT)
 
     async def end(self) -> None:
         """Has every member leave, and forgets the group. The actor is killed after that."""
@@ -145,7 +146,7 @@ class Coordinator:
         self._courier.lost(member.id)
         if member.role == "engine":
             if member.unit not in self._roster.engines:
-                self._chronicle.left(member.unit, why)
+                self._chronicle.left(member.unit, "" if why == _LEFT else why)
             self._versions.remember({*self._roster.engines, *self._expected})
         await self._notify()
 

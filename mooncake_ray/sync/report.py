@@ -116,6 +116,7 @@ class Departed:
     """An engine that was there, and of which no rank is."""
 
     why: str
+    """"": it left by itself."""
     ago_s: float
     version: int
     """That it served; -1: none."""

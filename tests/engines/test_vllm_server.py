@@ -19,7 +19,7 @@ from mooncake_ray.engines.http import HTTPStatusError
 from mooncake_ray.engines.vllm import VLLMEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, SyncAbortedError, WeightSyncError
 
-TOKENS = 6
+TOKENS = 4
 
 
 @dataclass
@@ -77,7 +77,11 @@ def test_before_the_first_sync_it_serves_what_it_loaded(live):
 @pytest.mark.parametrize("mode", ["p2p", "delta", "nccl", "auto"])
 def test_modes(live, mode):
     before = live.group.status().version
-    ray.get(live.training.step.remote(0.2))
+    ray.get(live.training.step.remote(1.0))
+    new = ray.get(live.training.clear.remote(8, TOKENS))
+    assert [live.server.generate(prompt, TOKENS) for prompt, _ in new] != [expected for _, expected in new], (
+        "nothing is to be seen of a step"
+    )
     report = live.group.sync(mode=mode)
     assert report.version == before + 1 and report.engines == ["vllm"] and not report.lost and not report.fallbacks
     assert mode in (report.mode, "auto")
@@ -95,10 +99,8 @@ def test_requests_that_run_go_on_and_nothing_old_is_used_for_new_ones(live):
     version = live.group.sync(mode="p2p").version
     running.join(120)
     assert len(ended[0]) == 200
-    fresh = live.server.complete(prompt, 8, cache_salt="another", logprobs=3)
-    again = live.server.complete(prompt, 8, logprobs=3)
-    assert again["token_ids"] == fresh["token_ids"] and again["logprobs"] == fresh["logprobs"]
-    assert old  # it was cached
+    assert len(old) == 8  # its prefix was cached
+    assert live.server.generate(prompt, 8) == live.server.complete(prompt, 8, cache_salt="another")["token_ids"]
     live.agrees(version)
 
 
@@ -123,6 +125,9 @@ def test_errors_say_what_is_wrong(live):
         VLLMEngine(url="http://127.0.0.1:9").weight_version()
     with pytest.raises(HTTPStatusError, match="unexpected keyword argument 'colour'"):
         live.engine.attach(live.group.name, "vllm", address=live.address, colour="blue")
+    with pytest.raises(HTTPStatusError, match="there is no group 'nobody'"):
+        live.engine.attach("nobody", "vllm", address=live.address, timeout_s=1.0)
+    live.attach()
 
 
 def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_path):
@@ -130,8 +135,9 @@ def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_pa
     ray.get(live.training.step.remote(0.2))
     version = live.group.sync(mode="delta").version
     live.agrees(version)
-    sums, probe = live.engine.checksums(), list(range(40, 70))
-    scores = live.server.complete(probe, 4, logprobs=3)
+    sums = live.engine.checksums()
+    probes = [list(range(n, n + 20)) for n in range(0, 400, 20)]
+    answers = [live.server.generate(probe, 8) for probe in probes]
     ray.get(live.training.save.remote(str(tmp_path / "now")))
 
     stopped, phase = ("Worker", "staging") if live.kind == "dense" else ("api_server", "committing")
@@ -150,7 +156,7 @@ def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_pa
 
     live.restart(tmp_path / "now")
     assert live.engine.checksums() == sums, "what was synced is not what is on the disk"
-    assert live.server.complete(probe, 4, logprobs=3)["logprobs"] == scores["logprobs"]
+    assert [live.server.generate(probe, 8) for probe in probes] == answers
     live.attach()
     current = live.group.sync().version
     assert current > version

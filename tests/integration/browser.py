@@ -104,7 +104,7 @@ def browser() -> Iterator[Page]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            with connect(_address(process, Path(profile) / "DevToolsActivePort"), max_size=None, proxy=None) as socket:
+            with connect(_address(process, Path(profile) / "DevToolsActivePort"), max_size=None, proxy=None, ping_interval=None) as socket:
                 yield Page(socket)
         finally:
             process.terminate()

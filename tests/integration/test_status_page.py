@@ -54,11 +54,11 @@ class Stage:
 
     def serve(self) -> None:
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
-        run(self.folder, group=self.group.name)
+        run(self.folder, group=self.group.name, route_prefix="/weights")
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}/weights"
 
     def get(self, path: str):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -87,7 +87,7 @@ def page(stage) -> Page:
 
 def test_what_there_is_can_be_seen(stage, page):
     page.until("document.querySelectorAll('#receivers tbody tr').length === 3")
-    assert page.js("location.pathname") == "/status"
+    assert page.js("location.pathname") == "/weights/status"
     assert page.text("h1") == stage.group.name
     assert {e: page.text(f"#{e}") for e in ("version", "published", "staleness", "trainers")} == {
         "version": "0", "published": "0", "staleness": "none", "trainers": "1 of 1",
@@ -99,7 +99,7 @@ def test_what_there_is_can_be_seen(stage, page):
         assert row[1:5] == ["● serving", "0", "0", DASH] and re.fullmatch(r"[\d.]+ s|\d+ m \d\d s", row[5]) and row[6:] == ["1", host]
     assert page.text("#receivers-sum") == "3 of 3 serve the newest version"
     (version,) = page.rows("versions")
-    assert [version[i] for i in (0, 3, 4, 5)] == ["0", "pool, store", "3", "best"] and version[1].startswith("1.0 MiB")
+    assert version[0] == "0" and version[3:] == ["pool, store", "3", "0", "best"] and version[1].startswith("1.0 MiB")
     (outcome,) = page.rows("outcomes")
     assert outcome[1:4] == ["0", "sync", "p2p"] and outcome[7:] == ["3", "✓ done"]
     assert page.text("#transfers-none") == "None is under way."
@@ -132,9 +132,9 @@ def test_an_update_is_seen_while_it_is_under_way_and_after_it(stage, page):
         ref = stage.group.async_sync(timeout_s=150)
         page.until("document.querySelector('#transfers tbody tr')?.cells[2].innerText === 'staging'")
         (row,) = page.rows("transfers")
-        assert row[:3] == ["1", "sync, p2p", "staging"] and row[7] == "3 receivers"
+        assert row[:3] == ["1", "sync, p2p", "staging"] and row[7] == ", ".join((EVIL, "e0", "e1"))
         page.until("document.querySelector('#transfers progress').value > 0")
-        assert re.fullmatch(r"[\d.]+ of [\d.]+ KiB", page.rows("transfers")[0][4])
+        assert re.fullmatch(r"[\d.]+( B)? of [\d.]+ KiB", page.rows("transfers")[0][4])
     finally:
         os.kill(pid, signal.SIGCONT)
     ray.get(ref, timeout=150)
@@ -202,6 +202,26 @@ def test_a_narrow_screen_has_room_for_it(page):
     assert page.js("document.documentElement.scrollWidth") <= 360
     page.screenshot(PICTURE.with_stem("status-page-narrow"))
     page.looks(1280, 800)
+
+
+def test_who_has_no_token_is_asked_for_it(stage, page):
+    run(stage.folder, name="private", route_prefix="/private", read_token="open sesame")
+    page.open(stage.url.replace("/weights", "/private/"))
+    page.until("document.getElementById('ask').checkVisibility()")
+    assert "the endpoint answers 401: a bearer token is needed" in page.text("#problems") and not page.rows("versions")
+    for token in ("wrong", "open sesame"):
+        page.js("document.getElementById('token').focus()")
+        page.do("Input.insertText", text=token)
+        page.js("document.querySelector('#ask button').click()")
+        page.until(
+            "/answers 403/.test(document.body.innerText)" if token == "wrong" else "document.getElementById('versions').rows.length > 1"
+        )
+    assert not page.js("document.getElementById('ask').checkVisibility()") and page.text("#receivers-none") == "This endpoint has no group."
+    assert page.rows("versions")[0][3:] == ["store", "0", "0", "best"]
+    page.open(stage.url)
+    page.until("document.querySelectorAll('#receivers tbody tr').length === 3")
+    page.troubles.clear()  # requests that were refused
+    serve.delete("private")
 
 
 def test_what_is_shown_is_called_old_when_the_endpoint_is_gone_and_new_when_it_is_back(stage, page):

@@ -16,7 +16,7 @@ from mooncake_ray.engines.vllm.control import control
 from mooncake_ray.engines.vllm.rank import VLLMRank
 from mooncake_ray.engines.vllm.raw import RawWeights
 from mooncake_ray.engines.vllm.renewal import Renewal
-from mooncake_ray.errors import ConfigError, MooncakeRayError
+from mooncake_ray.errors import ConfigError, MooncakeRayError, WeightSyncError
 from mooncake_ray.sync.engine import Engine
 from mooncake_ray.weights.meta import ParamMeta
 
@@ -66,9 +66,37 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._rank: VLLMRank | None = None
         self._member: Engine | None = None
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Waits until trainers have joined the group. Again, with others, is allowed."""
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
+        """An error is returned, for `init_transfer_engine` to raise."""
+        try:
+            return super().parse_init_info(init_dict)
+        except ValueError as e:
+            return e
+
+    def init_transfer_engine(self, init_info: InitInfo | Exception) -> None:
+        """Waits until trainers have joined the group. Again, with others, is allowed.
+
+        Raises:
+            WeightSyncError: what is wrong, on one of the workers only. Where several raise, vLLM takes the errors of the others for answers to
+                what it asks next.
+        """
         self.shutdown()
+        error = init_info if isinstance(init_info, Exception) else None
+        if error is None:
+            try:
+                self._join(init_info)
+            except Exception as e:  # of Ray and of the model's own loader, too
+                logger.exception("mooncake_ray: this worker could not join")
+                error = e
+        world = get_world_group()
+        errors: list[str] = [""] * world.world_size
+        torch.distributed.all_gather_object(errors, "" if error is None else f"{type(error).__name__}: {error}", group=world.cpu_group)
+        if any(errors):
+            self.shutdown()
+        if any(errors) and world.rank_in_group == world.world_size - 1:
+            raise WeightSyncError("; ".join(f"worker {rank}: {e}" for rank, e in enumerate(errors) if e))
+
+    def _join(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + get_world_group().rank_in_group
         leads = control(init_info.control) if rank == 0 and init_info.control else None
@@ -93,9 +121,9 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self._rank is None:
-            raise ConfigError("init_weight_transfer_engine comes first")
         try:
+            if self._rank is None:
+                raise ConfigError("init_weight_transfer_engine comes first")
             self._rank.handover.take(update_info.timeout_s)
         except MooncakeRayError as e:
             logger.error("mooncake_ray: no new weights: %s", e)

@@ -2,19 +2,22 @@
 // Asks for v1/overview every second and shows it. Nodes of the document are kept from one answer to the next, and touched only where the
 // text is another one: nothing flickers, and a selection stays. Names come from users: they only ever become text.
 
-const EVERY_MS = 1000, HIDDEN_EVERY_MS = 10000, GIVE_UP_MS = 8000, LATE_S = 3, SILENT_S = 10, MOST_ROWS = 500;
+const EVERY_MS = 1000, HIDDEN_EVERY_MS = 10000, GIVE_UP_MS = 8000, LATE_S = 3, SILENT_S = 10, REPLICA_S = 20, MOST_ROWS = 500;
 const byId = (id) => document.getElementById(id);
 
 // ---- text
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-function scaled(bytes, whole) {
+function scaled(bytes) {
   let unit = 0;
-  while (whole >= 1024 && unit < UNITS.length - 1) { bytes /= 1024; whole /= 1024; unit++; }
+  while (bytes >= 1024 && unit < UNITS.length - 1) { bytes /= 1024; unit++; }
   return [unit === 0 || bytes >= 100 ? String(Math.round(bytes)) : bytes.toFixed(1), UNITS[unit]];
 }
-const size = (bytes) => (bytes === null ? "–" : scaled(bytes, bytes).join(" "));
-const sizeOf = (part, whole) => `${scaled(part, whole)[0]} of ${size(whole)}`;
+const size = (bytes) => (bytes === null ? "–" : scaled(bytes).join(" "));
+function sizeOf(part, whole) {  // "1.0 of 4.0 GiB", and "3.0 MiB of 4.0 GiB"
+  const [value, unit] = scaled(part), [all, wholeUnit] = scaled(whole);
+  return `${value}${part === 0 || unit === wholeUnit ? "" : ` ${unit}`} of ${all} ${wholeUnit}`;
+}
 function age(seconds) {
   if (seconds === null) return "–";
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -24,6 +27,7 @@ function age(seconds) {
   if (s < 86400) return `${Math.floor(s / 3600)} h ${two(Math.floor(s / 60) % 60)} m`;
   return `${Math.floor(s / 86400)} d ${two(Math.floor(s / 3600) % 24)} h`;
 }
+const short = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : age(seconds));
 const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 const number = (n) => (n === null ? "–" : String(n));
 const percent = (part, whole) => (whole > 0 ? Math.min(100, (100 * part) / whole) : 0);
@@ -86,9 +90,10 @@ function mark(cell, kind, symbol, word, note) {
 
 const STATES = {
   serving: [0, "ok", "●"], joined: [2, "muted", "○"], paused: [3, "warn", "‖"], incomplete: [4, "warn", "◌"], poisoned: [5, "bad", "✕"],
-  gone: [6, "bad", "✕"],
+  gone: [6, "bad", "✕"], left: [-1, "muted", "○"],
 };
 const worst = (r) => STATES[r.state][0] || (r.behind ? 1 : 0);
+const isThere = (r) => r.state !== "gone" && r.state !== "left";
 
 function showHead(told) {
   const group = told.group;
@@ -98,7 +103,7 @@ function showHead(told) {
     document.title = told.versions.length ? `v${told.versions[0].version} · weights` : "weights";
     return;
   }
-  const there = group.receivers.filter((r) => r.state !== "gone");
+  const there = group.receivers.filter(isThere);
   document.title = `${group.behind ? "▲ " : ""}v${number(group.version)} · ${group.name}`;
   say(byId("version"), number(group.version));
   say(byId("published"), number(group.published));
@@ -162,15 +167,16 @@ function showTransfers(transfers) {
 }
 const few = (names) => (names.length > 8 ? `${names.slice(0, 8).join(", ")} and ${names.length - 8} more` : names.join(", "));
 
-function showReceivers(group) {
+function showReceivers(told) {
+  const group = told.group, waited = told.shortfalls.some((s) => s.what === "group");
   const all = group ? [...group.receivers] : [];
   all.sort((a, b) => worst(b) - worst(a) || (b.behind ?? 0) - (a.behind ?? 0) || (a.name < b.name ? -1 : 1));
   const current = all.filter((r) => r.state === "serving" && r.behind === 0).length, shown = all.slice(0, MOST_ROWS);
   const more = all.length > shown.length ? `; the ${shown.length} worst are shown` : "";
-  say(byId("receivers-sum"), all.length ? `${current} of ${all.length} serve the newest version${more}` : "");
+  say(byId("receivers-sum"), all.length ? `${current} of ${all.filter((r) => r.state !== "left").length} serve the newest version${more}` : "");
   show(byId("receivers"), all.length > 0);
   show(byId("receivers-none"), !all.length);
-  say(byId("receivers-none"), group ? "No engine has joined." : "This endpoint has no group.");
+  say(byId("receivers-none"), group ? "No engine has joined." : waited ? "The group does not answer." : "This endpoint has no group.");
   table("receivers", shown, (r) => r.name, [
     ["", text((r) => r.name)],
     ["", (cell, r) => mark(cell, STATES[r.state][1], STATES[r.state][2], r.state)],
@@ -180,11 +186,18 @@ function showReceivers(group) {
     ["n", text((r) => age(r.since_s))],
     ["n", text((r) => (r.world ? (r.ranks === r.world ? String(r.ranks) : `${r.ranks} of ${r.world}`) : "–"))],
     ["text", text((r) => {
-      const silent = r.state !== "gone" && r.silent_s > SILENT_S ? `not heard of for ${age(r.silent_s)}` : "";
+      const silent = isThere(r) && r.silent_s > SILENT_S ? `not heard of for ${age(r.silent_s)}` : "";
       return [few(r.hosts), r.why, silent].filter(Boolean).join("; ");
     })],
   ]);
 }
+
+const replicas = new Map();  // what each told last of who reads from it, and when: any of them may answer
+function noteReaders(told) {
+  replicas.set(told.replica, { at: told.time, versions: new Map(told.versions.map((v) => [v.version, v.readers])) });
+  replicas.forEach((r, name) => { if (told.time - r.at > REPLICA_S) replicas.delete(name); });
+}
+const readersOf = (version) => [...replicas.values()].reduce((sum, r) => sum + (r.versions.get(version) ?? 0), 0);
 
 function showVersions(versions) {
   const stored = versions.filter((v) => v.places.includes("store"));
@@ -197,7 +210,8 @@ function showVersions(versions) {
     ["n", text((v) => age(v.age_s))],
     ["", text((v) => v.places.join(", ") || "–")],
     ["n", text((v) => String(v.receivers.length))],
-    ["text", text((v) => few(v.pins) || "–")],
+    ["n", text((v) => String(readersOf(v.version)))],
+    ["text", text((v) => few(v.pins.map((p) => (p.left_s === null ? p.name : `${p.name} (${age(Math.max(0, p.left_s))} left)`))) || "–")],
   ]);
 }
 
@@ -209,8 +223,8 @@ function showOutcomes(outcomes, now) {
     ["n", text((o) => number(o.version))],
     ["", text((o) => o.what)],
     ["", text((o) => o.mode || "–")],
-    ["n", text((o) => age(o.seconds))],
-    ["n", text((o) => (o.pause_s ? `${(1000 * o.pause_s).toFixed(0)} ms` : "–"))],
+    ["n", text((o) => short(o.seconds))],
+    ["n", text((o) => (o.pause_s ? short(o.pause_s) : "–"))],
     ["n", text((o) => (o.nbytes ? size(o.nbytes) : "–"))],
     ["n", text((o) => String(o.receivers.length))],
     ["text", (cell, o) => {
@@ -251,7 +265,8 @@ function showAll() {
   showHead(told);
   showNodes(told.nodes);
   showTransfers(told.group ? told.group.transfers : []);
-  showReceivers(told.group);
+  showReceivers(told);
+  noteReaders(told);
   showVersions(told.versions);
   showOutcomes(told.group ? told.group.outcomes : [], told.time);
 }
