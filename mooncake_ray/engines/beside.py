@@ -24,19 +24,22 @@ class Beside:
         self._own: dict[str, torch.Tensor] = {}
 
     def prepare(self, update_info: UpdateInfo) -> InPlace | None:
-        """Writes all of a version, while the module may be computing. None where the module's tensors cannot be exchanged.
+        """Writes a version, while the module may be computing: all of it, or what changes of it into a copy of what is served. None where the
+        module's tensors cannot be exchanged.
 
         Raises as `InPlace.write`; what is served is as it was.
         """
         here = self._exchangeable()
-        if here is None or "pieces" not in update_info:
+        if here is None:
             return None
         for name, tensor in here.items():
             if name not in self._spare or not _alike(self._spare[name], tensor):
                 self._spare[name] = tensor.detach().clone(memory_format=torch.preserve_format)  # with what no fragment covers
+            elif "apply" in update_info:
+                self._spare[name].copy_(tensor.detach())
         update = InPlace(self._placement, self._spare)
         update.write(update_info)
-        return update if update.complete else None
+        return update if update.complete or "apply" in update_info else None
 
     def fits(self) -> bool:
         """Whether what was prepared can still take the module's place: looked at by the thread that is going to exchange them."""

@@ -59,7 +59,9 @@ class Served:
     def prepare(self, update_info: UpdateInfo) -> None:
         """Makes it ready beside what is served, if it can be. Raises as `check`, or what reading the pieces raises."""
         self.check(update_info)
-        if self._beside is not None and (made := self._beside.prepare(update_info)) is not None:
+        if self._beside is None or (self.poisoned and "apply" in update_info):  # what is there now is no base
+            return
+        if (made := self._beside.prepare(update_info)) is not None:
             self._prepared = update_info, made
 
     def check(self, update_info: UpdateInfo) -> None:

@@ -44,6 +44,10 @@ def pieces(value: float) -> dict:
     return {"pieces": [(0, torch.full((ROWS, WIDTH), value)), (1, torch.full((WIDTH,), value))]}
 
 
+def one_more(targets) -> None:
+    targets[0].add_(1.0)
+
+
 def update(served: Served, value: float, version: int, between=lambda: None) -> None:
     served.open()
     info = pieces(value)
@@ -74,6 +78,21 @@ def test_what_is_served_is_served_until_they_change_places(model):
     update(served, 3.0, 2)
     assert has(model, 3.0) and model.head.weight is model.embed.weight
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+
+
+def test_changes_of_what_is_served(model):
+    """Each time against a copy of what is served, whatever the other memory had."""
+    served = Served("model", shard(model), model)
+    update(served, 1.0, 0)
+    for version in (1, 2, 3):
+        served.open()
+        info = {"apply": one_more}
+        served.prepare(info)
+        assert bool((model.embed.weight[:ROWS] == version).all()), "it is served until they change places"
+        served.look_again()
+        served.write(info)
+        served.finish(version)
+        assert bool((model.embed.weight[:ROWS] == version + 1).all()) and bool((model.norm.weight == 1.0).all())
 
 
 def test_an_update_in_place_between(model):
