@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test unit-test program-test integration-test test-all test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
+.PHONY: help setup demo test unit-test program-test integration-test test-all test-engines test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +58,16 @@ native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
 	$(call sanitized,tsan,thread)
 	$(BIN)/cmake --build build/tsan
 	$(BIN)/ctest --test-dir build/tsan --output-on-failure
+
+# Each in an environment of its own, which is installed once a machine (gigabytes, minutes).
+ENGINE_ENVIRONMENTS = build/engines/vllm/.ready build/engines/sglang/.ready
+ENGINE_PYTHONS = MOONCAKE_VLLM_PYTHON=$(CURDIR)/build/engines/vllm/bin/python MOONCAKE_SGLANG_PYTHON=$(CURDIR)/build/engines/sglang/bin/python
+
+test-engines: $(STAMP) $(ENGINE_ENVIRONMENTS) ## Real vLLM and SGLang on CPUs: every way to give them new weights, and their own loaders
+	$(ENGINE_PYTHONS) $(BIN)/python -m pytest -q --timeout 900 tests/engines tests/integration/test_engine_loaders.py
+
+build/engines/%/.ready: scripts/engine-env.sh scripts/engines/%.txt $(STAMP)
+	@sh scripts/engine-env.sh $* $(VENV) $(@D)
 
 # Without the plugins that these tests do without: starting takes its time in an emulated machine.
 RDMA_PYTEST = PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -q -p no:cacheprovider -p pytest_timeout
@@ -113,7 +123,7 @@ clean: ## Forget builds and the virtual environment
 
 # A compiler, and venv where Debian ships python3 without it; libraries that Mooncake's engine needs.
 $(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.txt $(wildcard native/*.cpp native/*.h native/pool/* native/peer/* native/columns/* native/delta/* native/verbs/* mooncake_ray/_native/*.pyx mooncake_ray/_native/*.h)
-	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 ip=iproute2 tc=iproute2
+	@sh scripts/debian-packages.sh $(PYTHON) libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4 ip=iproute2 tc=iproute2 chromium=chromium
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-test.txt
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11 mooncake-transfer-engine-non-cuda==0.3.13.post1 megatron-core==0.16.1

@@ -145,7 +145,12 @@ class Snapshot:
     @classmethod
     def parse(cls, text: str) -> Snapshot:
         """From the broker's JSON."""
-        return _read(cls, json.loads(text))
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> Snapshot:
+        """From what that JSON holds."""
+        return _read(cls, stats)
 
     @property
     def waiting(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from mooncake_ray.errors import StoreError
 from mooncake_ray.snapshot import Snapshot
 
-__all__ = ["PoolName", "Reading", "listed", "parse_sockets", "read"]
+__all__ = ["PoolName", "Reading", "fill", "listed", "parse_sockets", "read"]
 
 _SOCKETS = "/proc/net/unix"
 _RAY_TITLE = "ray::"
@@ -117,6 +117,24 @@ def read(pool: PoolName, command: str) -> Reading | None:
         return Reading(pool, error=str(e)) if listed(pool.scope) else None
     finally:
         client.close()
+
+
+def fill(pool: PoolName, command: str) -> Snapshot | None:
+    """As `read`, without a row for each object. None if nobody uses the pool, or it has ended meanwhile. Raises StoreError."""
+    if not pool.connections:
+        return None
+    from mooncake_ray._native.pool import Client
+
+    try:
+        client = Client.connect(pool.name, command)
+        try:
+            return Snapshot.parse(client.stats())
+        finally:
+            client.close()
+    except StoreError:
+        if listed(pool.scope):
+            raise
+        return None
 
 
 def _service(pool: PoolName) -> Reading:

@@ -8,7 +8,8 @@ import os
 import socket
 from typing import Any
 
-from mooncake_ray.cli.status_view import service_lines
+from mooncake_ray.cli.status_view import fill_line, service_lines
+from mooncake_ray.snapshot import Snapshot
 
 __all__ = ["lines", "run"]
 
@@ -48,5 +49,10 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
     out: list[str] = []
     for service in sorted(found, key=lambda s: (s["host"], s["job"])):
         out += ["", f"node {service['host']} ({service['node'][:8]}), job {service['job']}"]
-        out += [f"  {line}" for line in ([service["error"]] if service.get("error") else service_lines(service["report"]))]
+        if service.get("error"):
+            out.append(f"  {service['error']}")
+            continue
+        report = service["report"]
+        out.append(f"  {fill_line(Snapshot.of(report['pool'])) if report.get('pool') else 'its pool does not answer'}")
+        out += [f"  {line}" for line in service_lines(report)]
     return out[1:]

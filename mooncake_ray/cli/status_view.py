@@ -12,7 +12,7 @@ from mooncake_ray.cli.pools import Reading
 from mooncake_ray.cli.text import age, bar, count, size, table
 from mooncake_ray.snapshot import Snapshot
 
-__all__ = ["as_json", "lines", "service_lines"]
+__all__ = ["as_json", "fill_line", "lines", "service_lines"]
 
 
 def lines(reading: Reading, most_objects: int) -> list[str]:
@@ -54,10 +54,8 @@ def as_json(reading: Reading) -> dict[str, Any]:
 
 
 def _fill(s: Snapshot) -> list[str]:
-    share = 100 * s.used_bytes / s.capacity_bytes if s.capacity_bytes else 0
     out = [
-        f"  {bar(s.used_bytes, s.capacity_bytes)} {share:.0f} %: {size(s.used_bytes)} of {size(s.capacity_bytes)} used, "
-        f"{size(s.populated_bytes)} populated",
+        f"  {fill_line(s)}",
         f"  {count(s.objects, 'object')}, {count(s.leases, 'lease')}, {count(s.pins, 'pin')} ({size(s.pinned_bytes)}), "
         f"{count(s.claims, 'claim')}" + (f" ({s.claims_unanswered} unanswered)" if s.claims_unanswered else ""),
     ]
@@ -76,6 +74,15 @@ def _fill(s: Snapshot) -> list[str]:
             f"{count(s.reaped_leases, 'lease')}, {count(s.reaped_pins, 'pin')}"
         )
     return out
+
+
+def fill_line(s: Snapshot) -> str:
+    """How full a pool is."""
+    share = 100 * s.used_bytes / s.capacity_bytes if s.capacity_bytes else 0
+    return (
+        f"{bar(s.used_bytes, s.capacity_bytes)} {share:.0f} %: {size(s.used_bytes)} of {size(s.capacity_bytes)} used, "
+        f"{size(s.populated_bytes)} populated"
+    )
 
 
 def _waiting(s: Snapshot) -> list[str]:

@@ -40,6 +40,11 @@ class InPlace:
             fitting(placement, buffers)
 
     @property
+    def addresses(self) -> dict[str, int]:
+        """Where its buffers are."""
+        return {name: tensor.data_ptr() for name, tensor in self._buffers.items()}
+
+    @property
     def complete(self) -> bool:
         """Whether all is new."""
         return len(self.whole) == len(self._placement)
@@ -48,6 +53,16 @@ class InPlace:
     def targets(self) -> list[torch.Tensor]:
         """All fragments, over the engine's memory."""
         return list(views(self._placement, self._buffers))
+
+    def check(self, update_info: UpdateInfo) -> None:
+        """What can be said of an update without writing or reading it. Raises as `write`."""
+        if len(update_info) != 1 or not update_info.keys() <= {"pieces", "apply"}:
+            raise WeightSyncError(f"an update is one of pieces and apply, got {', '.join(update_info) or 'nothing'}")
+        pieces = update_info.get("pieces", ())
+        if isinstance(pieces, PackedPieces) and self._laid is not None:
+            extents = pieces.placement.hi - pieces.placement.lo
+            if pieces.placement.metas != self._placement.metas or not np.array_equal(extents, self._laid.extents):
+                raise PlanError(f"pieces of {len(extents)} fragments are for another layout than these {len(self._laid)}")
 
     @torch.no_grad()
     def write(self, update_info: UpdateInfo) -> None:
@@ -58,8 +73,7 @@ class InPlace:
             WeightSyncError: it is neither pieces nor something to apply.
             What iterating the pieces, or applying, raises.
         """
-        if len(update_info) != 1 or not update_info.keys() <= {"pieces", "apply"}:
-            raise WeightSyncError(f"an update is one of pieces and apply, got {', '.join(update_info) or 'nothing'}")
+        self.check(update_info)
         pieces = update_info.get("pieces", ())
         if isinstance(pieces, PackedPieces) and self._laid is not None:
             self._write_all(self._laid, pieces)
@@ -85,8 +99,6 @@ class InPlace:
 
     def _write_all(self, target: Laid, pieces: PackedPieces) -> None:
         source = pieces.laid()
-        if pieces.placement.metas != self._placement.metas or not np.array_equal(source.extents, target.extents):
-            raise PlanError(f"pieces of {len(source)} fragments are for another layout than these {len(target)}")
         once = target.distinct
         self.written = True
         copy(source.only(once), target.only(once))

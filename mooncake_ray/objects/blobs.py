@@ -104,8 +104,9 @@ def is_here(blob: Blob) -> bool:
     return blob.pool_id == _here().client.pool_id
 
 
-def view(blob: Blob) -> np.ndarray:
-    """Its bytes, read-only: uint8 (nbytes), valid as long as it lives. Of a blob of another node: once they are all here.
+def view(blob: Blob, *, writable: bool = False) -> np.ndarray:
+    """Its bytes, read-only unless `writable`, and then private: what is written stays in this view. uint8 (nbytes), valid as long as it
+    lives. Of a blob of another node: once they are all here, once for all processes of this one.
 
     Raises:
         ObjectNotFoundError, ObjectLostError: it was dropped, or its maker died.
@@ -113,8 +114,9 @@ def view(blob: Blob) -> np.ndarray:
     """
     here = _here()
     if is_here(blob):
-        return np.frombuffer(here.client.get(blob.id, 0.0), np.uint8, blob.nbytes)
-    return np.frombuffer(Elsewhere(here, blob.pool_id, blob.id).shared(), np.uint8, blob.nbytes)
+        return np.frombuffer(here.client.get(blob.id, 0.0, writable), np.uint8, blob.nbytes)
+    there = Elsewhere(here, blob.pool_id, blob.id)
+    return np.frombuffer(there.private() if writable else there.shared(), np.uint8, blob.nbytes)
 
 
 def drop(blobs: Iterable[Blob]) -> None:

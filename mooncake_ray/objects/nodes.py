@@ -216,8 +216,12 @@ class NodeService:
         self._engine.client.remove(ids)
 
     def report(self) -> dict[str, Any]:
-        """What the engine says of itself, and the node's ID."""
-        return {"node": self._node_id, **self._engine.report()}
+        """What the engine says of itself, the node's ID, and what the broker says of the pool (None: there is no broker at the moment)."""
+        try:
+            pool = json.loads(self._engine.client.stats())
+        except BrokerDiedError:
+            pool = None
+        return {"node": self._node_id, "pool": pool, **self._engine.report()}
 
 
 _ensuring = threading.Lock()

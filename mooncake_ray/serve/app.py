@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from mooncake_ray.errors import MooncakeRayError
-from mooncake_ray.serve import health, pins, publishing, versions, watching
+from mooncake_ray.serve import health, overview, page, pins, publishing, versions, watching
+from mooncake_ray.serve.lookout import Lookout
 from mooncake_ray.serve.problems import MEDIA_TYPE, Problem, of_error
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ __all__ = ["build_app"]
 
 logger = logging.getLogger("mooncake_ray")
 
-ROUTERS = (health.router, versions.router, pins.router, watching.router, publishing.router)
+ROUTERS = (health.router, versions.router, pins.router, watching.router, publishing.router, overview.router, page.router)
 """What the application is made of. A further part of it is a module with a router; its handlers find the desk as `request.app.state.desk`."""
 
 
@@ -29,6 +30,7 @@ def build_app(desk: Desk) -> FastAPI:
     """The application over a desk. Its schema is at /openapi.json, and for people at /docs."""
     app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None, generate_unique_id_function=lambda r: r.name)
     app.state.desk = desk
+    app.state.lookout = Lookout(lambda: app.state.desk)
     for router in ROUTERS:
         app.include_router(router)
     made = app.openapi

@@ -14,11 +14,11 @@ from mooncake_ray.errors import SnapshotNotFoundError
 from mooncake_ray.weights.files import Files
 from mooncake_ray.weights.snapshot import SnapshotStore
 
-__all__ = ["Lease", "Leases"]
+__all__ = ["PIN", "Lease", "Leases"]
 
 _FOLDER = "leases"
 _ID = re.compile(r"[0-9a-f]{32}$")
-_PIN = "lease-"
+PIN = "lease-"
 _TRIES = 5
 _GRACE_S = 2.0  # for clocks of hosts that differ a little
 
@@ -47,7 +47,7 @@ class Leases:
         self._files.make_directories(self._folder)
         self._write(lease)  # first: a pin that no lease ends would last for ever
         try:
-            self._store.pin(version, _PIN + lease.id)
+            self._store.pin(version, PIN + lease.id)
         except BaseException:
             self._files.remove(self._folder / lease.id)
             raise
@@ -85,13 +85,13 @@ class Leases:
             self._drop(lease)
         for version in self._store.versions():
             for pin in self._store.pins(version):
-                id = pin.removeprefix(_PIN)
-                if pin.startswith(_PIN) and _ID.match(id) and not (self._folder / id).exists():
+                id = pin.removeprefix(PIN)
+                if pin.startswith(PIN) and _ID.match(id) and not (self._folder / id).exists():
                     self._store.unpin(version, pin)
         return over
 
     def _drop(self, lease: Lease) -> None:
-        self._store.unpin(lease.version, _PIN + lease.id)
+        self._store.unpin(lease.version, PIN + lease.id)
         self._files.remove(self._folder / lease.id)
 
     def _write(self, lease: Lease) -> None:

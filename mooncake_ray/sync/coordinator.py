@@ -21,12 +21,13 @@ from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync import lives
 from mooncake_ray.sync.choice import Choice
 from mooncake_ray.sync.choice import check as check_mode
+from mooncake_ray.sync.chronicle import Chronicle
 from mooncake_ray.sync.courier import Courier
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
 from mooncake_ray.sync.messages import Command, Join, Member, Report
 from mooncake_ray.sync.offers import Offers
 from mooncake_ray.sync.plans import Plans
-from mooncake_ray.sync.report import EngineStatus, GroupStatus, SyncReport
+from mooncake_ray.sync.report import GroupStatus, SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
 from mooncake_ray.sync.versions import Versions
 from mooncake_ray.transfer.deadline import Deadline
@@ -40,6 +41,7 @@ _POLL_S = 5.0
 _LOOK_EVERY_S = 0.5
 _CATCH_UP_S = 300.0
 _END_S = 5.0
+_LEFT = "left the group"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Coordinator:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._roster, self._mail = Roster(), Mailbox()
-        self._courier = Courier(self._mail, self._roster, Plans(settings.bucket_bytes, settings.ignore), settings.verify)
+        self._chronicle = Chronicle()
+        plans = Plans(settings.bucket_bytes, settings.ignore)
+        self._courier = Courier(self._mail, self._roster, plans, settings.verify, self._chronicle.enter)
         self._choice = Choice(settings.mode)
         self._heard: dict[str, float] = {}
         self._versions = Versions(settings.name, settings.job)
@@ -96,6 +100,7 @@ class Coordinator:
         ):
             self._versions.editions.setdefault(edition.manifest.version, edition)
         if member.role == "engine":
+            self._chronicle.joined(member.unit)
             self._versions.remember({*self._roster.engines, *self._expected})
         await self._notify()
         return self._versions.current
@@ -113,7 +118,7 @@ class Coordinator:
 
     async def leave(self, id: str) -> None:
         if (member := self._roster.by_id(id)) is not None:
-            await self._lose(member, "left the group")
+            await self._lose(member, _LEFT)
 
     async def end(self) -> None:
         """Has every member leave, and forgets the group. The actor is killed after that."""
@@ -140,6 +145,8 @@ class Coordinator:
         self._mail.close(member.id, f"{member} {why}")
         self._courier.lost(member.id)
         if member.role == "engine":
+            if member.unit not in self._roster.engines:
+                self._chronicle.left(member.unit, "" if why == _LEFT else why)
             self._versions.remember({*self._roster.engines, *self._expected})
         await self._notify()
 
@@ -181,8 +188,9 @@ class Coordinator:
         async with self._updating:
             number = self._number(version, operation, fresh=True)
             if number not in self._versions.editions:
-                await self._publish(number, operation, deadline)
-                await self._written(number)
+                with self._chronicle.update("publish", SyncReport(number, "")):
+                    await self._publish(number, operation, deadline)
+                    await self._written(number)
             return number
 
     async def offer(self, id: str, version: int | None, timeout_s: float) -> int:
@@ -200,8 +208,9 @@ class Coordinator:
     async def _publish_offered(self, version: int, deadline: Deadline) -> None:
         async with self._updating:
             if version not in self._versions.editions:
-                await self._publish(version, f"offer {version} {self._versions.epoch}", deadline)
-                await self._written(version)
+                with self._chronicle.update("publish", SyncReport(version, "")):
+                    await self._publish(version, f"offer {version} {self._versions.epoch}", deadline)
+                    await self._written(version)
         await self._notify()
 
     @ray.method(max_task_retries=-1)
@@ -229,23 +238,27 @@ class Coordinator:
                 check_mode(mode)
             number = self._number(version, operation, fresh=False)
             report = SyncReport(number, mode)
-            if number not in self._versions.editions:
-                begin = time.monotonic()
-                await self._publish(number, operation, deadline, mode)
-                if self._choice.wants_deltas(mode):
-                    await self._written(number)
-                report.publish_s = time.monotonic() - begin
-            try:
-                await self._deliver(number, report, deadline)
-            finally:  # if it was not published, that is why it was not delivered
-                await self._written(number)
-            if not report.engines and report.lost:
-                raise SyncAbortedError(f"version {number}: no engine is left to have it: {report.lost}")
+            with self._chronicle.update("sync", report):
+                await self._publish_and_deliver(number, report, operation, mode, deadline)
             self._versions.at(number)
             self._mail.tell_all(
                 self._roster.trainers.members if self._roster.trainers else (), self._versions.epoch, "forget", before=number
             )
             return report
+
+    async def _publish_and_deliver(self, version: int, report: SyncReport, operation: str, mode: str, deadline: Deadline) -> None:
+        if version not in self._versions.editions:
+            begin = time.monotonic()
+            await self._publish(version, operation, deadline, mode)
+            if self._choice.wants_deltas(mode):
+                await self._written(version)
+            report.publish_s = time.monotonic() - begin
+        try:
+            await self._deliver(version, report, deadline)
+        finally:  # if it was not published, that is why it was not delivered
+            await self._written(version)
+        if not report.engines and report.lost:
+            raise SyncAbortedError(f"version {version}: no engine is left to have it: {report.lost}")
 
     def _number(self, version: int | None, operation: str, *, fresh: bool) -> int:
         held = -1 if self._roster.trainers is None else self._roster.trainers.published
@@ -254,6 +267,7 @@ class Coordinator:
     async def _publish(self, version: int, operation: str, deadline: Deadline, mode: str = "") -> None:
         """Has the trainers begin to."""
         trainers = await self._trainers(deadline, f"version {version}")
+        self._chronicle.enter("publishing")
         self._versions.editions[version] = await self._courier.publish(
             version, operation, trainers, self._versions.next_epoch(), self._choice.wants_deltas(mode), deadline
         )
@@ -267,11 +281,13 @@ class Coordinator:
 
     async def _written(self, version: int) -> None:
         """Once all of it is published. If it could not be, there is no such version."""
+        edition = self._versions.editions[version]
         try:
-            await self._versions.editions[version].contents
+            await edition.contents
         except BaseException:
             del self._versions.editions[version]
             raise
+        self._chronicle.published(version, edition.manifest.nbytes)
         await self._notify()
 
     async def _deliver(self, version: int, report: SyncReport, deadline: Deadline, only: Sequence[str] | None = None) -> None:
@@ -286,11 +302,13 @@ class Coordinator:
         while engines := [e for e in self._behind(version) if (only is None or e.name in only) and e.name not in report.lost]:
             names = {e.name for e in engines}
             report.mode = modes[0]
+            self._chronicle.enter("planning", names)
             if report.mode != "p2p":
                 await edition.contents
             try:
                 await self._courier.deliver(edition, engines, modes[0], self._versions.next_epoch(), report, deadline)
                 self._choice.took(modes[0], report.publish_s + report.stage_s)
+                self._chronicle.serves(report.engines, version)
                 return
             except WeightSyncError as e:
                 await self._bury()
@@ -320,7 +338,8 @@ class Coordinator:
             for name in [e.name for e in self._behind()]:
                 report = SyncReport(self._versions.current, "p2p")
                 try:
-                    await self._deliver(self._versions.current, report, Deadline(_CATCH_UP_S), [name])
+                    with self._chronicle.update("catch up", report):
+                        await self._deliver(self._versions.current, report, Deadline(_CATCH_UP_S), [name])
                     logger.info("mooncake_ray: group %s: %s is at version %d now", self._settings.name, name, self._versions.current)
                 except (WeightSyncError, TimeoutError) as e:
                     logger.warning("mooncake_ray: group %s: %s stays behind: %s", self._settings.name, name, e)
@@ -330,15 +349,7 @@ class Coordinator:
 
     @ray.method(max_task_retries=-1)
     async def status(self) -> GroupStatus:
-        return GroupStatus(
-            version=self._versions.current,
-            published=max(self._versions.editions, default=-1),
-            epoch=self._versions.epoch,
-            trainers=0 if self._roster.trainers is None else len(self._roster.trainers.joined),
-            engines={e.name: EngineStatus(e.version, e.state, len(e.joined), e.world) for e in self._roster.engines.values()},
-            moved_bytes=self._courier.moved,
-            total_bytes=self._courier.total,
-        )
+        return self._chronicle.status(self._roster, self._versions, self._heard, self._courier.moved, self._courier.total)
 
     @ray.method(max_task_retries=-1)
     async def metas(self, timeout_s: float) -> tuple[ParamMeta, ...]:

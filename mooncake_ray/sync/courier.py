@@ -25,7 +25,7 @@ from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.sync.mailbox import Mailbox, MemberLostError
 from mooncake_ray.sync.messages import Contents, GivenUpError, Manifest, Member, Published
 from mooncake_ray.sync.plans import Origin, Plans, Route, check
-from mooncake_ray.sync.report import SyncReport
+from mooncake_ray.sync.report import Phase, SyncReport
 from mooncake_ray.sync.roster import Roster, Unit
 from mooncake_ray.sync.versions import Edition
 from mooncake_ray.transfer.deadline import Deadline
@@ -67,8 +67,9 @@ class _Rooms:
 class Courier:
     """For coroutines of one loop, one update at a time."""
 
-    def __init__(self, mail: Mailbox, roster: Roster, plans: Plans, verify: bool) -> None:
-        self._mail, self._roster, self._plans, self._verify = mail, roster, plans, verify
+    def __init__(self, mail: Mailbox, roster: Roster, plans: Plans, verify: bool, enter: Callable[[Phase], None]) -> None:
+        """`enter`: told how far an update has come."""
+        self._mail, self._roster, self._plans, self._verify, self._enter = mail, roster, plans, verify, enter
         self._rooms = _Rooms(-1, set())
         self._epoch = -1
         self._followers: dict[int, list[Member]] = {}
@@ -165,6 +166,7 @@ class Courier:
                 report.plan_s += time.monotonic() - begin
                 members = {m: e for m, e in engine_of.items() if e in part.engines}
                 self._note_units(epoch, route, members)
+                self._enter("staging")
                 begin = time.monotonic()
                 what = {"manifest": manifest, "origin": plan, "route": to, "digest": route.delivery.digest, "patches": part.patches}
                 if part.mode == "nccl":
@@ -179,6 +181,7 @@ class Courier:
                 lost |= gone
                 contents = await edition.contents
                 if self._verify:
+                    self._enter("verifying")
                     staged = {m.name: v for m, v in prepared.items()}
                     for engine in part.engines:
                         if engine.name not in gone:
@@ -243,6 +246,7 @@ class Courier:
         self, version: int, engine_of: Mapping[Member, Unit], ready: list[str], epoch: int, report: SyncReport, deadline: Deadline
     ) -> None:
         """Every rank of an engine applies; the engine serves again when all of them have."""
+        self._enter("committing")
         begin = time.monotonic()
         taking = [m for m, e in engine_of.items() if e.name in ready]
         for member in engine_of.keys() - set(taking):

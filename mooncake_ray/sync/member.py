@@ -59,6 +59,11 @@ class Agent:
         if self.failed is not None:
             raise self.failed
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has left the group, or the group has ended."""
+        return self._closed.is_set()
+
     def close(self) -> None:
         """Leaves the group. Idempotent."""
         if self._closed.is_set():

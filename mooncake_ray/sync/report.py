@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mooncake_ray.sync.messages import State
 
-__all__ = ["EngineStatus", "GroupStatus", "SyncReport"]
+__all__ = ["Departed", "EngineStatus", "GroupStatus", "Outcome", "Phase", "SyncReport", "Update", "VersionStatus"]
+
+Phase = Literal["waiting", "publishing", "planning", "staging", "verifying", "committing"]
+"""Of an update: for members that have not joined; for trainers to have room, or to have written; for plans; for engines to have all of it; for
+digests to be compared; for engines to take it over."""
 
 
 @dataclass
@@ -39,7 +44,7 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """One engine."""
+    """One engine. Times are in seconds before this was told; None: not known, as the coordinator was restarted since."""
 
     version: int
     """What it serves; -1: nothing."""
@@ -47,6 +52,74 @@ class EngineStatus:
     ranks: int
     """That have joined."""
     world: int
+    hosts: tuple[str, ...] = ()
+    """Addresses of the nodes that its ranks are on, each once."""
+    since_s: float | None = None
+    """It has its version."""
+    behind: int = 0
+    """Versions that were published after the one it serves."""
+    stale_s: float | None = None
+    """The first of these was published; 0: it has the newest."""
+    silent_s: float = 0.0
+    """The rank that was not heard of for the longest time was heard of."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is under way."""
+
+    what: Literal["publish", "sync", "catch up"]
+    """The last is what engines that joined late are brought to the version by."""
+    version: int
+    mode: str
+    """"": it is not chosen yet."""
+    phase: Phase
+    engines: tuple[str, ...]
+    """That get it; none before it is staged."""
+    moved_bytes: int
+    total_bytes: int
+    """0: not known before it is staged."""
+    seconds: float
+    """That it has taken."""
+    stage_s: float
+    """Since staging began."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of an update that is over."""
+
+    what: Literal["publish", "sync", "catch up"]
+    report: SyncReport
+    error: str
+    """"": it succeeded."""
+    seconds: float
+    """That it took."""
+    ago_s: float
+
+
+@dataclass(frozen=True)
+class VersionStatus:
+    """A version that was published."""
+
+    version: int
+    nbytes: int
+    """Of one copy of it."""
+    ago_s: float | None
+    """None: not known, as the coordinator was restarted since."""
+    kept: bool
+    """The trainers still have it in the pool."""
+
+
+@dataclass(frozen=True)
+class Departed:
+    """An engine that was there, and of which no rank is."""
+
+    why: str
+    """"": it left by itself."""
+    ago_s: float
+    version: int
+    """That it served; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -63,3 +136,14 @@ class GroupStatus:
     moved_bytes: int
     """Of the update that is under way, or the last one."""
     total_bytes: int
+    trainer_world: int = 0
+    """How many trainers there are when all are there."""
+    trainer_hosts: tuple[str, ...] = ()
+    update: Update | None = None
+    """None: none is under way."""
+    outcomes: tuple[Outcome, ...] = ()
+    """Of the last updates, newest first."""
+    versions: tuple[VersionStatus, ...] = ()
+    """The last ones, newest first."""
+    departed: Mapping[str, Departed] = field(default_factory=dict)
+    """By engine."""

@@ -9,6 +9,7 @@ import torch
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 4}
+PROMPT = 12
 CLEAR = 0.05
 """A margin between the likeliest token and the next that numbers of another order of additions do not close."""
 
@@ -31,21 +32,12 @@ def save(module: torch.nn.Module, folder: Path) -> None:
     module.save_pretrained(folder)
 
 
-@ray.remote(num_cpus=0)
-class Training:
-    def __init__(self, kind: str) -> None:
-        import mooncake_ray
+class Trained:
+    """The model, while it is trained."""
 
-        mooncake_ray.install()
-        torch.set_num_threads(1)
+    def __init__(self, kind: str) -> None:
         self.module = made(kind)
         self.draw = torch.Generator().manual_seed(1)
-
-    def join(self, group) -> None:
-        from mooncake_ray.weights.layouts.checkpoint import checkpoint_names
-        from mooncake_ray.weights.source import ModuleSource
-
-        self.member = group.trainer(ModuleSource(self.module, checkpoint_names(self.module.config)), 0, 1)
 
     def step(self, rate: float = 1e-2) -> float:
         """Of training, on noise. Returns the loss."""
@@ -66,15 +58,6 @@ class Training:
     def save(self, folder: str) -> None:
         save(self.module, Path(folder))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names of checkpoints."""
-        from safetensors.torch import load_file
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            save(self.module, Path(folder))
-            return load_file(Path(folder) / "model.safetensors")
-
     def tokens(self, prompt: list[int], count: int) -> tuple[list[int], float]:
         """Greedy ones, and the smallest margin by which one of them was the likeliest."""
         out, margin = list(prompt), float("inf")
@@ -85,3 +68,36 @@ class Training:
                 margin = min(margin, first - second)
                 out.append(int(logits.argmax()))
         return out[len(prompt) :], margin
+
+    def clear(self, count: int, tokens: int) -> list[tuple[list[int], list[int]]]:
+        """Prompts whose next tokens leave no doubt, and these: greedy, of the weights as they are now."""
+        found: list[tuple[list[int], list[int]]] = []
+        while len(found) < count:
+            prompts = torch.randint(SIZES["vocab_size"], (64, PROMPT), generator=self.draw)
+            margins, out = torch.full((64,), float("inf")), prompts
+            with torch.no_grad():
+                for _ in range(tokens):
+                    top = self.module(out).logits[:, -1].float().topk(2)
+                    margins = margins.minimum(top.values[:, 0] - top.values[:, 1])
+                    out = torch.cat((out, top.indices[:, :1]), dim=1)
+            clear = out[margins > CLEAR].tolist()
+            found += [(row[:PROMPT], row[PROMPT:]) for row in clear]
+        return found[:count]
+
+
+@ray.remote(num_cpus=0)
+class Training(Trained):
+    """In an actor."""
+
+    def __init__(self, kind: str) -> None:
+        import mooncake_ray
+
+        mooncake_ray.install()
+        torch.set_num_threads(1)
+        super().__init__(kind)
+
+    def join(self, group) -> None:
+        from mooncake_ray.weights.layouts.checkpoint import checkpoint_names
+        from mooncake_ray.weights.source import ModuleSource
+
+        self.member = group.trainer(ModuleSource(self.module, checkpoint_names(self.module.config)), 0, 1)

@@ -61,8 +61,23 @@ def test_status_of_a_node_and_of_the_cluster(nodes):
         assert {s["report"]["replicas"] for s in everywhere} == {1}
         shown = nodes.run(0, [COMMAND, "status", "--cluster"]).stdout
         assert shown.count("brought here: 1 object, 4 MiB read") == 2
+        assert min(s["report"]["pool"]["used_bytes"] for s in everywhere) >= 4 * N and shown.count(" MiB used, ") == 2
         job.stdin.close()
         assert job.wait(60) == 0
+
+
+def test_pools_of_all_nodes_by_one_call(nodes):
+    run(
+        nodes,
+        """
+from mooncake_ray.serve.fill import node_pools
+a, = workers(1)
+held = ray.get(a.keep.remote(1 << 20))
+assert ray.get(a.sum.remote(ray.put(torch.arange(1 << 20, dtype=torch.float32)))) == float(ray.get(held[0]).double().sum())
+pools = lambda: {p.host: p.pool.used_bytes if p.pool else p.error for p in node_pools(30.0)}
+eventually(lambda: set(pools()) == {"198.18.0.1", "198.18.0.2"} and all(isinstance(v, int) and v >= 4 << 20 for v in pools().values()), pools)
+""",
+    )
 
 
 def test_the_address_that_services_listen_on_is_of_the_network_that_is_set(nodes):
