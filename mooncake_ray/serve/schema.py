@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import Path
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
     "Delta",
@@ -30,6 +30,11 @@ __all__ = [
     "VersionPath",
     "Versions",
 ]
+
+def _whole(value: Any) -> Any:
+    """3.0 is an integer in JSON, and true is none."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
 
 VersionNumber = Annotated[int, Field(ge=0, le=10**15)]
 VersionPath = Annotated[str, Path(pattern=r"^(latest|[0-9]{1,15})$", description="A number, or `latest`", examples=["latest"])]
@@ -167,7 +172,7 @@ class FromGroup(BaseModel):
     """A wish that a group's version is stored."""
 
     model_config = ConfigDict(extra="forbid")
-    version: Annotated[int, Field(ge=0, le=10**15, strict=True)] | None = None
+    version: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=10**15, strict=True)] | None = None
     """That the group must be at; None: whichever it is at."""
 
 
