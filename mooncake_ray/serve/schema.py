@@ -31,6 +31,7 @@ __all__ = [
     "Versions",
 ]
 
+
 def _whole(value: Any) -> Any:
     """3.0 is an integer in JSON, and true is none."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
