@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -404,3 +407,39 @@ def test_readers_beyond_what_may_wait_come_again_and_get_it(site_with, tmp_path)
     for reader in readers:
         reader.join()
     assert found == [True] * 16
+
+
+HUB = """
+import sys
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
+tag = sys.argv[1]
+print(snapshot_download("any/name", revision="3"))
+print(hf_hub_download("any/name", "model.safetensors"))
+print(hf_hub_download("any/name", "model.safetensors", revision=tag))
+for name, revision, error in (
+    ("tokenizer.json", "main", RemoteEntryNotFoundError),
+    ("config.json", "9", RevisionNotFoundError),
+    ("config.json", "0" * 40, RevisionNotFoundError),
+):
+    try:
+        hf_hub_download("any/name", name, revision=revision)
+        print("found", name, revision)
+    except error:
+        pass
+"""
+
+
+def test_as_a_hub(site_with, tmp_path):
+    """The hub's own client finds versions as revisions, and caches them by their tags."""
+    site = site_with(publish_token="secret")
+    WeightClient(site.url, token="secret").publish(4, {"scale": TENSORS["scale"]}, files=CONFIG)
+    with site.desk.volume(3) as volume:
+        tag = volume.tag
+    env = os.environ | {"HF_ENDPOINT": f"{site.url}/hub", "HF_HOME": str(tmp_path), "NO_PROXY": "*", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    env.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run([sys.executable, "-c", HUB, tag], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    third, newest, again = done.stdout.splitlines()
+    assert third.endswith(tag) and again == f"{third}/model.safetensors" and same_file(again)
+    assert same(safetensors.torch.load_file(newest), {"scale": TENSORS["scale"]})
