@@ -26,7 +26,7 @@ pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "no
 unit-test: $(STAMP) ## Without Ray
 	$(call pytest,unit-test,tests/unit tests/conformance tests/rdma)
 
-PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart))
+PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart serve_example))
 
 program-test: $(STAMP) ## Whole programs, each with a Ray of its own
 	$(call pytest,program-test,$(PROGRAMS))
@@ -101,6 +101,7 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench plan
 	$(BIN)/python -m bench delta
 	$(BIN)/python -m bench sync
+	$(BIN)/python -m bench serve
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)
@@ -130,6 +131,6 @@ $(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.
 	touch $@
 
 $(BENCH_STAMP): $(STAMP) requirements-bench.txt
-	@sh scripts/debian-packages.sh $(PYTHON) iperf3=iperf3
+	@sh scripts/debian-packages.sh $(PYTHON) iperf3=iperf3 nginx=nginx
 	$(BIN)/python -m pip install -q --no-deps -r requirements-bench.txt
 	touch $@

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mooncake_ray.cli import bench_link, doctor, grafana, memory, plan, status
+from mooncake_ray.cli import bench_link, doctor, grafana, memory, plan, serve, status
 from mooncake_ray.errors import MooncakeRayError
 
 __all__ = ["main"]
@@ -35,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     description = (
-        "Looks at the pools of mooncake_ray on this node, at the node, and at what lies between two nodes; plans syncs of weights."
+        "Looks at the pools of mooncake_ray on this node, at the node, and at what lies between two nodes; plans syncs of weights; "
+        "serves and fetches versions of a model."
     )
     parser = argparse.ArgumentParser(prog="mooncake-ray", description=description)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (status, memory, doctor, bench_link, plan, grafana):
+    for command in (status, memory, doctor, bench_link, plan, grafana, serve):
         command.add(commands)
     return parser

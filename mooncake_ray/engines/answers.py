@@ -14,7 +14,7 @@ from typing import Any
 from mooncake_ray import errors
 from mooncake_ray.errors import ConfigError, MooncakeRayError, SyncTimeoutError, WeightSyncError
 
-__all__ = ["Address", "Answers"]
+__all__ = ["Address", "Answers", "near"]
 
 _LONGEST = 1 << 16
 _SLOW_S = 5.0  # whoever connects and says nothing
@@ -42,9 +42,7 @@ class Answers:
 
     def __init__(self, towards: tuple[str, int]) -> None:
         """`towards`: host and port of something near those who answer: they are told the address that this host has on the way there."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(towards)
-            host = probe.getsockname()[0]
+        host = near(towards)
         self._listener = socket.create_server((host, 0))
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
 
@@ -69,7 +67,7 @@ class Answers:
             except TimeoutError:
                 missing = sorted(set(range(ranks)) - there)
                 raise SyncTimeoutError(
-                    f"ranks {missing} of {ranks} have not {what} within {timeout_s:g} s; their logs may say why"
+                    f"ranks {missing} of {ranks} have not said {what!r} within {timeout_s:g} s; their logs may say why"
                 ) from None
             said = _line(connection)
             if said.get("token") != self.address.token:
@@ -78,6 +76,13 @@ class Answers:
                 raise _error(said)
             if said["what"] == what:
                 there.add(said["rank"])
+
+
+def near(towards: tuple[str, int]) -> str:
+    """The address that this host has on the way to another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(towards)
+        return probe.getsockname()[0]
 
 
 def _line(connection: socket.socket) -> Mapping[str, Any]:

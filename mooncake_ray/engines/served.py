@@ -88,6 +88,10 @@ class Served:
             self.fail("it was aborted")
         self._update = None
 
+    def forget(self) -> None:
+        """Somebody else has written other weights: they are whole, and of no version that is known here."""
+        self.version = None
+
     def fail(self, why: object) -> None:
         """Ends an update that is no whole one, here or with another rank."""
         reason = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why

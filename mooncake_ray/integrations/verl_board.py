@@ -104,6 +104,10 @@ class Board:
     async def is_there(self) -> bool:
         return True
 
+    async def is_open(self, number: int) -> bool:
+        """Whether that update has begun, and goes on."""
+        return self._state is not None and self._state.update.number == number and not self._state.over
+
     async def open(self, update: Update) -> None:
         """Takes part in an update. The first one ends what was before.
 
@@ -144,6 +148,10 @@ class Board:
         """Ends the update for everybody who has not got all of it."""
         if self._state is not None and self._state.update.number == number and not self._state.everywhere:
             await self._fail(SyncAbortedError(why))
+
+    async def check(self, number: int) -> None:
+        """Raises why an update has ended, if it has."""
+        self._of(number)
 
     async def buckets(self, number: int, begin: int) -> tuple[list[Bucket], End | None]:
         """The buckets from that one on without a gap, as far as there are some; and the end, once every sender is there. Waits for news."""
@@ -191,7 +199,7 @@ class Board:
         if state is None or state.update.number != number:
             raise StaleVersionError(f"update {number} is over")
         if state.error is not None:
-            raise state.error
+            raise type(state.error)(*state.error.args)  # its own for each: raised again, one would keep the frames of all
         return state
 
     async def _when(self, number: int, look: Callable[[_State], Any]) -> Any:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,10 @@ from mooncake_ray.errors import (
     MooncakeRayError,
     PlanError,
     StaleVersionError,
+    StoreError,
     SyncAbortedError,
     SyncTimeoutError,
+    TransportError,
 )
 from mooncake_ray.integrations.verl_board import Bucket, End, Update, new_board
 from mooncake_ray.integrations.verl_stream import ALIGNMENT, Cut, Cutter, Joiner, dtype_of
@@ -100,6 +103,7 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
         self._number = 0  # of the last update that this rank knows of
         self._topology: Topology | None = None
         self._published: dict[int, Blob] = {}  # by number of the bucket
+        weakref.finalize(self, _drop, self._published)
         self._kept: list[tuple[Bucket, np.ndarray]] | None = None
 
     # ---- verl's manager calls these, in this order
@@ -263,8 +267,7 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
         self._drop_published(before=taken)
 
     def _drop_published(self, before: float = math.inf) -> None:
-        gone = [number for number in self._published if number < before]
-        blobs.drop(self._published.pop(number) for number in gone)
+        _drop(self._published, before)
 
     # ---- receiving
 
@@ -297,10 +300,17 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
                 for i, bucket in enumerate(found):
                     if i + 1 < len(found):
                         coming.append(asyncio.ensure_future(asyncio.to_thread(self._fetch, found[i + 1])))
-                    yield bucket, await coming.pop(0)
+                    yield bucket, await self._arrived(bucket, coming.pop(0), deadline)
             finally:
                 for task in coming:
                     task.cancel()
+
+    async def _arrived(self, bucket: Bucket, coming: asyncio.Future[np.ndarray], deadline: Deadline) -> np.ndarray:
+        try:
+            return await coming
+        except (StoreError, TransportError) as e:  # as when its trainer gave up: then that is why
+            await self._ask(self._joined().board.check.remote(self._number), deadline)
+            raise SyncAbortedError(f"bucket {bucket.number} did not come: {type(e).__name__}: {e}") from e
 
     def _fetch(self, bucket: Bucket) -> np.ndarray:
         data = blobs.view(bucket.blob, writable=True)
@@ -328,6 +338,10 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
             raise (e.cause if isinstance(e.cause, MooncakeRayError) else e) from None
         except ray.exceptions.RayActorError as e:
             raise SyncAbortedError(f"update {self._number}: the actor through which its ranks hear of each other is gone: {e}") from None
+
+
+def _drop(published: dict[int, Blob], before: float = math.inf) -> None:
+    blobs.drop([published.pop(number) for number in list(published) if number < before])
 
 
 def _board(known: Iterable[Any]) -> Any:

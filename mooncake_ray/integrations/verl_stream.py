@@ -125,7 +125,7 @@ class Joiner:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._partial: tuple[Named, torch.Tensor] | None = None
+        self._partial: tuple[Named, torch.Tensor, int] | None = None  # and how much of it there is
 
     def add(self, number: int, tensors: Sequence[Named], data: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors that are complete with this bucket: views of `data`, but for those that lie in several, which are copies."""
@@ -137,11 +137,12 @@ class Joiner:
                 yield named.name, _typed(piece, named)
                 continue
             if lo == 0:
-                self._partial = named, torch.empty(named.nbytes, dtype=torch.uint8)
-            if self._partial is None or self._partial[0] != named:
-                raise PlanError(f"bucket {number} goes on with tensor {named.name!r}, which has not begun")
+                self._partial = named, torch.empty(named.nbytes, dtype=torch.uint8), 0
+            if self._partial is None or (self._partial[0], self._partial[2]) != (named, lo):
+                raise PlanError(f"bucket {number} has tensor {named.name!r} from byte {lo} on, and what is before is missing")
             whole = self._partial[1]
             whole[lo:hi] = piece
+            self._partial = named, whole, hi
             if hi == named.nbytes:
                 self._partial = None
                 yield named.name, _typed(whole, named)
@@ -157,4 +158,5 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _typed(data: torch.Tensor, named: Named) -> torch.Tensor:
-    return data.view(dtype_of(named.dtype)).view(named.shape)
+    dtype = dtype_of(named.dtype)
+    return data.view(dtype).view(named.shape) if data.numel() else torch.empty(named.shape, dtype=dtype)

@@ -22,6 +22,7 @@ _TEXT = {
     409: "There is this version, or a newer one, already",
     422: "The request is not as it must be",
     500: "What is on the disk is damaged",
+    504: "It was not done in time",
     503: "Too much is going on: come again after `Retry-After` seconds",
 }
 
@@ -49,14 +50,14 @@ def may_read(desk: TheDesk, credentials: _Credentials) -> None:
 
 def may_publish(desk: TheDesk, credentials: _Credentials) -> None:
     """Raises Problem: 401 or 403."""
-    if desk.settings.publish_token is None:
-        raise Problem(403, "forbidden", "this endpoint takes no versions: it has no token to publish")
-    _check(credentials, [desk.settings.publish_token])
+    _check(credentials, [desk.settings.publish_token] if desk.settings.publish_token is not None else [])
 
 
 def _check(credentials: HTTPAuthorizationCredentials | None, tokens: list[str]) -> None:
     if credentials is None:
         raise Problem(401, "unauthorized", "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+    if not tokens:
+        raise Problem(403, "forbidden", "this endpoint takes no versions: it has no token to publish")
     given = credentials.credentials.encode()
     if not any([hmac.compare_digest(given, token.encode()) for token in tokens]):  # all of them, whichever it is
         raise Problem(403, "forbidden", "this token does not allow it")

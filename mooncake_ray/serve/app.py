@@ -28,7 +28,7 @@ ROUTERS = (health.router, versions.router, pins.router, watching.router, publish
 
 def build_app(desk: Desk) -> FastAPI:
     """The application over a desk. Its schema is at /openapi.json, and for people at /docs."""
-    app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None, generate_unique_id_function=lambda r: r.name)
     app.state.desk = desk
     app.state.lookout = Lookout(lambda: app.state.desk)
     for router in ROUTERS:

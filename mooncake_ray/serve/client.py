@@ -284,6 +284,16 @@ class WeightClient:
 
         return self._caller.patiently(once, until, f"publishing version {version}")
 
+    def store(self, version: int | None = None, *, timeout_s: float = 600.0) -> int:
+        """Has the endpoint store the version that its group is at; returns which one.
+
+        Raises:
+            SnapshotNotFoundError: the group is at another one than `version`, or the endpoint has no group.
+            StaleVersionError: it is stored already, or a newer one is.
+        """
+        answer = self._caller.call("POST", "versions", body={"version": version}, until=self._until(timeout_s), idle_s=timeout_s, ok=(201,))
+        return int(answer.json()["version"])
+
 
 class _Progress:
     """Adds up."""

@@ -22,14 +22,21 @@ def _lease(lease: leases.Lease) -> schema.Lease:
     return schema.Lease(id=lease.id, version=lease.version, holder=lease.holder, expires=lease.expires, ttl_s=left)
 
 
-@router.post("/versions/{version}/pins", status_code=201)
+_LINKS = {
+    201: {
+        "links": {name: {"operationId": name, "parameters": {"id": "$response.body#/id"}} for name in ("read_pin", "renew_pin", "end_pin")}
+    }
+}
+
+
+@router.post("/versions/{version}/pins", status_code=201, responses=_LINKS)
 def pin(desk: TheDesk, version: schema.VersionPath, wish: schema.Pin) -> schema.Lease:
     """Keeps a version until the pin is over or deleted."""
     return _lease(desk.leases.take(desk.number(version), min(wish.ttl_s, desk.settings.max_lease_s), wish.holder))
 
 
 @router.get("/versions/{version}/pins")
-def pins(desk: TheDesk, version: schema.VersionPath) -> schema.Leases:
+def pins_of_version(desk: TheDesk, version: schema.VersionPath) -> schema.Leases:
     """What keeps a version."""
     number = desk.number(version)
     with desk.volume(number):
@@ -41,19 +48,19 @@ def pins(desk: TheDesk, version: schema.VersionPath) -> schema.Leases:
 
 
 @router.get("/pins/{id}")
-def get(desk: TheDesk, id: PinId) -> schema.Lease:
+def read_pin(desk: TheDesk, id: PinId) -> schema.Lease:
     """A pin."""
     return _lease(desk.leases.get(id))
 
 
 @router.put("/pins/{id}")
-def renew(desk: TheDesk, id: PinId, wish: schema.Renewal) -> schema.Lease:
+def renew_pin(desk: TheDesk, id: PinId, wish: schema.Renewal) -> schema.Lease:
     """Has a pin last so long from now on."""
     return _lease(desk.leases.renew(id, min(wish.ttl_s, desk.settings.max_lease_s)))
 
 
 @router.delete("/pins/{id}", status_code=204)
-def delete(desk: TheDesk, id: PinId) -> Response:
+def end_pin(desk: TheDesk, id: PinId) -> Response:
     """Ends a pin."""
     desk.leases.end(id)
     return Response(status_code=204)

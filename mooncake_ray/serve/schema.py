@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import Path
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
     "Delta",
     "DeltaStep",
     "File",
+    "FromGroup",
     "Health",
     "Lease",
     "Leases",
@@ -30,9 +31,15 @@ __all__ = [
     "Versions",
 ]
 
+
+def _whole(value: Any) -> Any:
+    """3.0 is an integer in JSON, and true is none."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 VersionNumber = Annotated[int, Field(ge=0, le=10**15)]
 VersionPath = Annotated[str, Path(pattern=r"^(latest|[0-9]{1,15})$", description="A number, or `latest`", examples=["latest"])]
-Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600, allow_inf_nan=False, strict=True)]
 
 
 class Problem(BaseModel):
@@ -158,8 +165,16 @@ class Pin(BaseModel):
     model_config = ConfigDict(extra="forbid")
     ttl_s: Seconds
     """Until it must be renewed; cut to what the endpoint allows."""
-    holder: Annotated[str, Field(max_length=200)] = ""
+    holder: Annotated[str, Field(max_length=200, strict=True)] = ""
     """Who it is, for people."""
+
+
+class FromGroup(BaseModel):
+    """A wish that a group's version is stored."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=10**15, strict=True)] | None = None
+    """That the group must be at; None: whichever it is at."""
 
 
 class Renewal(BaseModel):

@@ -17,7 +17,11 @@ class Settings:
     store: str
     """Directory of a `SnapshotStore` or of a `DeltaLog`, which all replicas' nodes see."""
     group: str | None = None
-    """Name of a `WeightSyncGroup` whose versions may be stored."""
+    """Name of a `WeightSyncGroup` whose versions may be stored. A further process holds the model, as one more engine of the group."""
+    store_every: int | None = None
+    """Every so many of the group's versions are stored without being asked for; None: none are."""
+    keeper: str = "endpoint"
+    """What that engine is called in the group."""
     files: str | None = None
     """Directory with config.json, tokenizer files and the like, given out with every version that has none of its own of that name."""
     publish_token: str | None = None
@@ -29,6 +33,8 @@ class Settings:
     but by whoever else writes versions."""
     host: str | None = None
     """What clients reach a replica's data port by; None: the node's address in Ray."""
+    listen: str | None = None
+    """Address that the data port listens on; None: what `host` says, if that is one of this machine's, else the node's address in Ray."""
     port: int = 0
     """Of the data port; 0: any free one. One replica a node if it is not."""
     max_transfers: int = 64
@@ -45,19 +51,27 @@ class Settings:
     """How long a version stays after it was last asked for, though nothing pins it: between two requests of one reader."""
     max_lease_s: float = 24 * 3600.0
     """The longest that a pin lasts without being renewed."""
+    max_poll_s: float = 60.0
+    """The longest that a request waits for a version."""
+    max_stream_s: float = 3600.0
+    """The longest that a stream of events lasts."""
     max_upload_bytes: int = 1 << 40
+    max_ref_bytes: int = 1 << 30
+    """Of tensors that a replica keeps in the pool for readers in the cluster; it evicts those that were not asked for longest."""
 
     def __post_init__(self) -> None:
-        for name in ("keep", "max_transfers", "max_upload_bytes"):
+        for name in ("keep", "store_every", "max_transfers", "max_upload_bytes", "max_ref_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("wait_s", "idle_s", "link_s", "linger_s", "max_lease_s"):
+        for name in ("wait_s", "idle_s", "link_s", "linger_s", "max_lease_s", "max_poll_s", "max_stream_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_waiting < 0:
             raise ConfigError(f"max_waiting must not be negative, got {self.max_waiting}")
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
+        if self.store_every is not None and self.group is None:
+            raise ConfigError(f"store_every is {self.store_every}, and no group is named whose versions could be stored")
         if self.files is not None and not Path(self.files).is_dir():
             raise ConfigError(f"files: there is no directory {self.files}")
         for name in ("publish_token", "read_token"):

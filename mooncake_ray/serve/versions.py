@@ -92,7 +92,12 @@ def _redirect(address: str) -> Response:
 
 @router.head("/versions/{version}/files/{name}", include_in_schema=False)
 @router.get(
-    "/versions/{version}/files/{name}", tags=["payloads"], status_code=307, response_model=None, responses=_ELSEWHERE | problems(404)
+    "/versions/{version}/files/{name}",
+    tags=["payloads"],
+    status_code=307,
+    response_model=None,
+    response_class=RedirectResponse,
+    responses=_ELSEWHERE | problems(404),
 )
 def file(desk: TheDesk, version: schema.VersionPath, name: FileName) -> Response:
     """A file of a version: `model.safetensors` with all tensors, or one of those beside it."""
@@ -103,7 +108,12 @@ def file(desk: TheDesk, version: schema.VersionPath, name: FileName) -> Response
 
 @router.head("/versions/{version}/tensors/{name:path}", include_in_schema=False)
 @router.get(
-    "/versions/{version}/tensors/{name:path}", tags=["payloads"], status_code=307, response_model=None, responses=_ELSEWHERE | problems(404)
+    "/versions/{version}/tensors/{name:path}",
+    tags=["payloads"],
+    status_code=307,
+    response_model=None,
+    response_class=RedirectResponse,
+    responses=_ELSEWHERE | problems(404),
 )
 def tensor(desk: TheDesk, version: schema.VersionPath, name: TensorName) -> Response:
     """A tensor's bytes, in C order."""
@@ -134,7 +144,14 @@ def deltas(
 
 
 @router.head("/log/{path:path}", include_in_schema=False)
-@router.get("/log/{path:path}", tags=["deltas"], status_code=307, response_model=None, responses=_ELSEWHERE | problems(404))
+@router.get(
+    "/log/{path:path}",
+    tags=["deltas"],
+    status_code=307,
+    response_model=None,
+    response_class=RedirectResponse,
+    responses=_ELSEWHERE | problems(404),
+)
 def log(desk: TheDesk, path: LogPath) -> Response:
     """The files of a log of deltas, as they are: `/v1/log` is what a `DeltaReader` takes for its place."""
     desk.check_logged(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -18,7 +19,17 @@ __all__ = ["Watch", "router"]
 
 router = APIRouter(prefix="/v1", tags=["watching"], dependencies=[Depends(may_read)], responses=problems(401, 403, 422, 500, 503))
 
+_ID = re.compile(r"[0-9]{1,15}$", re.ASCII)
 _LOOK_EVERY_S = 0.1
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "pattern": "^[0-9]+$"},
+        "event": {"const": "version"},
+        "data": {"type": "string", "contentMediaType": "application/json", "contentSchema": {"$ref": "#/components/schemas/Newest"}},
+    },
+    "required": ["id", "event", "data"],
+}
 _SILENCE_S = 10.0  # after which a stream says that it is there
 
 
@@ -26,7 +37,7 @@ class Watch:
     """Looks for new versions while anybody waits for one: once for all who do. For coroutines of one loop."""
 
     def __init__(self, desk: Desk) -> None:
-        self._desk, self._waiting = desk, 0
+        self._desk, self.settings, self._waiting = desk, desk.settings, 0
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._newest = -1
@@ -76,24 +87,26 @@ async def next_version(
     watch: TheWatch, after: After = -1, timeout_s: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False)] = 30.0
 ) -> schema.Newest:
     """Waits until there is a version that is newer than one that is known."""
-    found = await watch.newer(after, timeout_s)
+    found = await watch.newer(after, min(timeout_s, watch.settings.max_poll_s))
     return schema.Newest(version=found) if found is not None else Response(status_code=204)
 
 
-@router.get(
-    "/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-)
+@router.get("/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {"schema": _EVENT}}}})
 async def events(
     watch: TheWatch,
     after: After = -1,
     limit: Annotated[int | None, Query(ge=1, le=10**6, description="End after so many events")] = None,
     timeout_s: Annotated[float, Query(gt=0, le=3600, allow_inf_nan=False, description="End after so long")] = 600.0,
-    last_event_id: Annotated[str | None, Header(pattern=r"^[0-9]{1,15}$")] = None,
+    last_event_id: Annotated[str | None, Header(description="Of the last event that came; what is no version is none")] = None,
 ) -> StreamingResponse:
     """A stream of events of type `version`, whose id is the version's number. Browsers that lose it come again by themselves, and miss
     nothing."""
-    known = max(after, int(last_event_id) if last_event_id else -1)
-    return StreamingResponse(_stream(watch, known, limit, timeout_s), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    known = max(after, int(last_event_id) if _ID.match(last_event_id or "") else -1)
+    return StreamingResponse(
+        _stream(watch, known, limit, min(timeout_s, watch.settings.max_stream_s)),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store"},
+    )
 
 
 async def _stream(watch: Watch, known: int, limit: int | None, timeout_s: float) -> AsyncIterator[str]:

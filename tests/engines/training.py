@@ -32,21 +32,12 @@ def save(module: torch.nn.Module, folder: Path) -> None:
     module.save_pretrained(folder)
 
 
-@ray.remote(num_cpus=0)
-class Training:
-    def __init__(self, kind: str) -> None:
-        import mooncake_ray
+class Trained:
+    """The model, while it is trained."""
 
-        mooncake_ray.install()
-        torch.set_num_threads(1)
+    def __init__(self, kind: str) -> None:
         self.module = made(kind)
         self.draw = torch.Generator().manual_seed(1)
-
-    def join(self, group) -> None:
-        from mooncake_ray.weights.layouts.checkpoint import checkpoint_names
-        from mooncake_ray.weights.source import ModuleSource
-
-        self.member = group.trainer(ModuleSource(self.module, checkpoint_names(self.module.config)), 0, 1)
 
     def step(self, rate: float = 1e-2) -> float:
         """Of training, on noise. Returns the loss."""
@@ -92,3 +83,21 @@ class Training:
             clear = out[margins > CLEAR].tolist()
             found += [(row[:PROMPT], row[PROMPT:]) for row in clear]
         return found[:count]
+
+
+@ray.remote(num_cpus=0)
+class Training(Trained):
+    """In an actor."""
+
+    def __init__(self, kind: str) -> None:
+        import mooncake_ray
+
+        mooncake_ray.install()
+        torch.set_num_threads(1)
+        super().__init__(kind)
+
+    def join(self, group) -> None:
+        from mooncake_ray.weights.layouts.checkpoint import checkpoint_names
+        from mooncake_ray.weights.source import ModuleSource
+
+        self.member = group.trainer(ModuleSource(self.module, checkpoint_names(self.module.config)), 0, 1)

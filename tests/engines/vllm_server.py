@@ -11,6 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def free_port() -> int:
 class Server:
     """With its processes in a group of their own, and what they say in a file."""
 
-    def __init__(self, python: str, folder: Path, log: Path, *, tp: int = 1, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, python: str, folder: Path, log: Path, *, tp: int = 1, environment: dict[str, str] | None = None, more: Sequence[str] = ()
+    ) -> None:
         self.port, self.log = free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
         bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(n % (os.cpu_count() or 1)) for n in range(tp))} if tp > 1 else {}
@@ -51,7 +54,7 @@ class Server:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", *(w for o in options.items() for w in o)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, "--skip-tokenizer-init", "--enforce-eager"],
+                [*command, "--skip-tokenizer-init", "--enforce-eager", *more],
                 env={**os.environ, **ENVIRONMENT, **bind, **(environment or {})},
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,5 @@
+"""See the package."""
+
+from torchvision import absent
+
+__getattr__ = absent
