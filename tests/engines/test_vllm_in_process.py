@@ -15,7 +15,7 @@ from training import Training, made, save
 import mooncake_ray
 from mooncake_ray.engines.vllm import VLLMEngine
 
-TOKENS = 6
+TOKENS = 4
 PATHS = os.pathsep.join([str(HERE), str(ROOT)])
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from mooncake_ray.engines.http import HTTPStatusError
 from mooncake_ray.engines.vllm import VLLMEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, SyncAbortedError, WeightSyncError
 
-TOKENS = 6
+TOKENS = 4
 
 
 @dataclass
@@ -77,7 +80,11 @@ def test_before_the_first_sync_it_serves_what_it_loaded(live):
 @pytest.mark.parametrize("mode", ["p2p", "delta", "nccl", "auto"])
 def test_modes(live, mode):
     before = live.group.status().version
-    ray.get(live.training.step.remote(0.2))
+    ray.get(live.training.step.remote(1.0))
+    new = ray.get(live.training.clear.remote(8, TOKENS))
+    assert [live.server.generate(prompt, TOKENS) for prompt, _ in new] != [expected for _, expected in new], (
+        "nothing is to be seen of a step"
+    )
     report = live.group.sync(mode=mode)
     assert report.version == before + 1 and report.engines == ["vllm"] and not report.lost and not report.fallbacks
     assert mode in (report.mode, "auto")
@@ -85,19 +92,32 @@ def test_modes(live, mode):
 
 
 def test_requests_that_run_go_on_and_nothing_old_is_used_for_new_ones(live):
-    live.group.sync()
+    before = live.group.sync().version
     ray.get(live.training.step.remote(0.2))
     prompt = list(range(1, 101))  # three blocks of the prefix cache
     old = live.server.generate(prompt, 8)
     ended = []
-    running = threading.Thread(target=lambda: ended.append(live.server.generate([5, 6, 7], 200)))
+    running = threading.Thread(target=lambda: ended.append(live.server.spans([5, 6, 7], 200)))
     running.start()
     version = live.group.sync(mode="p2p").version
     running.join(120)
-    assert len(ended[0]) == 200
+    first, *more = ended[0]
+    assert first[:2] == (str(before), 0) or first == (str(version), 0, 200)
+    assert [at for _, at, _ in more] == [to for _, _, to in ended[0][:-1]] and ended[0][-1][2] == 200
+    assert {v for v, _, _ in ended[0]} <= {str(before), str(version)} and len(ended[0]) <= 2
     assert len(old) == 8  # its prefix was cached
     assert live.server.generate(prompt, 8) == live.server.complete(prompt, 8, cache_salt="another")["token_ids"]
     live.agrees(version)
+
+
+def test_the_example(live):
+    """Also: a server goes from one cluster to another."""
+    command = [sys.executable, str(ROOT / "examples" / "vllm_live_update.py"), str(live.folder), live.server.url]
+    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:] + live.server.said()
+    assert done.stdout.count("; version ") == 3 and done.stdout.count(" of version ") >= 3
+    live.attach()
+    live.agrees(live.group.sync().version)
 
 
 def test_pause_and_resume(live):
@@ -121,6 +141,9 @@ def test_errors_say_what_is_wrong(live):
         VLLMEngine(url="http://127.0.0.1:9").weight_version()
     with pytest.raises(HTTPStatusError, match="unexpected keyword argument 'colour'"):
         live.engine.attach(live.group.name, "vllm", address=live.address, colour="blue")
+    with pytest.raises(HTTPStatusError, match="there is no group 'nobody'"):
+        live.engine.attach("nobody", "vllm", address=live.address, timeout_s=1.0)
+    live.attach()
 
 
 def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_path):

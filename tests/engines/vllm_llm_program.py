@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from mooncake_ray.engines.vllm.trainer import MooncakeTrainerInitInfo
 
-TOKENS = 6
+TOKENS = 4
 
 
 class Client:

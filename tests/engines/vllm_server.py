@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mooncake_ray.engines.http import JSONClient
+
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -90,6 +92,12 @@ class Server:
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
         return self.complete(prompt, tokens)["token_ids"]
 
+    def spans(self, prompt: list[int], tokens: int) -> list[tuple[str, int, int]]:
+        """Which versions made which tokens: version, from, to."""
+        how = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "detokenize": False}
+        answer = JSONClient(self.url).post("inference/v1/generate", {"token_ids": prompt, "sampling_params": how}, timeout_s=300)
+        return [(s["version"], s["start"], s["end"]) for s in answer["choices"][0]["weight_versions"]]
+
     def pids(self, word: str) -> list[int]:
         """Of its processes that have a word in their name or command, as vLLM titles them."""
         out = []
@@ -111,8 +119,19 @@ class Server:
             os.kill(pid, number)
 
     def kill(self) -> None:
+        shared = self._shared()
         self.signal(signal.SIGKILL)
         self.process.wait(30)
+        for path in shared:  # which nobody else tidies up
+            path.unlink(missing_ok=True)
+
+    def _shared(self) -> set[Path]:
+        """Memory that it has shared among its processes."""
+        found = set()
+        for pid in self.pids(""):
+            with contextlib.suppress(OSError):
+                found |= {Path(line.split()[-1]) for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line}
+        return {path for path in found if path.name.startswith(("psm_", "sem.mp-"))}
 
     def stop(self) -> None:
         """As an operator would; killed if that takes long."""

@@ -52,10 +52,14 @@ class Renewal:
         self._model, self._model_config, self._raw = model, model_config, raw
         self._placement = Placement.of("vllm", raw.fragments())
         self._layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+        tied: dict[int, torch.Tensor] = {}
         for prefix, layer in model.named_modules():
-            for name in (*layer._parameters, *layer._buffers):
-                if (tensor := raw.tensors.get(f"{prefix}.{name}".lstrip("."))) is not None:
-                    self._layers.setdefault(layer, {})[name] = tensor
+            for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                if tensor is None:
+                    continue
+                new = raw.tensors.get(f"{prefix}.{name}".lstrip("."), tied.get(id(tensor)))
+                if new is not None:
+                    self._layers.setdefault(layer, {})[name] = tied.setdefault(id(tensor), new)
         self._reloaded = [layer for layer in self._layers if not _can_be_shadowed(layer)]
         self._shadows: list[_Shadow] | None = None
 
