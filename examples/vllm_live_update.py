@@ -1,6 +1,6 @@
 """A model is trained here and served by vLLM, which gets every step's weights while it answers.
 
-VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "mooncake_ray"}'
+VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --weight-transfer-config '{"backend": "mooncake_ray"}'
 python examples/vllm_live_update.py MODEL http://127.0.0.1:8000
 """
 

@@ -14,6 +14,9 @@ from mooncake_ray.errors import ConfigError
 __all__ = ["VLLMEngine"]
 
 
+_GRACE_S = 30.0  # what an answer takes beside what it waits for
+
+
 class VLLMEngine:
     """A handle; keeps nothing alive. vLLM runs with `--weight-transfer-config '{"backend": "mooncake_ray"}'`; a server also with
     VLLM_SERVER_DEV_MODE=1 in its environment.
@@ -57,7 +60,7 @@ class VLLMEngine:
             more: Other fields of `worker.InitInfo`.
         """
         info = {"group": group, "engine": engine, "address": address, "keep_prefixes": keep_prefixes, "timeout_s": timeout_s}
-        self._control.init(info | {"control": dict(self._where)} | more, timeout_s)
+        self._control.init(info | {"control": dict(self._where)} | more, timeout_s + _GRACE_S)
 
     def pause(self, mode: PauseMode = "keep", *, timeout_s: float = 60.0) -> None:
         """Modes have vLLM's names."""
