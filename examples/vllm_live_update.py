@@ -49,8 +49,8 @@ def main(model: str, url: str) -> None:
     ray.init(address="local", num_cpus=2, include_dashboard=False)
     group = mr.WeightSyncGroup("live")
     trainer = Trainer.remote(group, model)
-    engine = VLLMEngine(url=url)
-    engine.attach(group.name, "vllm", address=ray.get_runtime_context().gcs_address)
+    engine = VLLMEngine(url)
+    engine.attach(group, "vllm")
     group.sync()
     for _ in range(STEPS):
         answers: list = []
@@ -61,7 +61,7 @@ def main(model: str, url: str) -> None:
         request.join()
         spans = ", ".join(f"{s['end'] - s['start']} of version {s['version']}" for s in answers[0]["choices"][0]["weight_versions"])
         print(f"loss {loss:.3f}; version {report.version} by {report.mode}, paused for {report.pause_s * 1e3:.0f} ms; tokens: {spans}")
-    print(f"the engine serves version {engine.weight_version()}")
+    print(f"the engine serves version {engine.weight_version}")
     group.shutdown()
 
 

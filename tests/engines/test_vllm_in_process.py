@@ -50,11 +50,11 @@ def test_async_llm_in_an_actor(cluster, tmp_path):
     try:
         ray.get(held.ready.remote(), timeout=600)
         engine = VLLMEngine(actor=name)
-        engine.attach(group.name, "held", address=cluster)
+        engine.attach(group, "held")
         for mode in ("p2p", "delta"):
             ray.get(training.step.remote(0.2))
             version = group.sync(mode=mode).version
-            assert engine.weight_version() == str(version)
+            assert engine.weight_version == str(version)
             for prompt, expected in ray.get(training.clear.remote(3, TOKENS)):
                 assert ray.get(held.generate.remote(prompt, TOKENS)) == expected
         assert len(engine.checksums()) > 10

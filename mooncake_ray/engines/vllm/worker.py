@@ -41,8 +41,10 @@ class InitInfo(WeightTransferInitInfo):
     """Whether keys and values that old weights made may be used with new ones."""
     ignore: list[str] = field(default_factory=list)
     """Parameters that the model's loader leaves as they are."""
+    update_timeout_s: float = 60.0
+    """Seconds, of each step of an update."""
     timeout_s: float = 120.0
-    """Seconds: of joining, and of each step of an update."""
+    """Seconds, until the group is there, its trainers have joined, and this worker has."""
 
 
 @dataclass
@@ -106,7 +108,7 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if renewal.layerwise:
                 logger.info("mooncake_ray: %d layers of vLLM's model are made anew while it is paused", renewal.layerwise)
             leads = control(init_info.control) if rank == 0 else None
-            self._rank = VLLMRank(raw, renewal, leads, keep_prefixes=init_info.keep_prefixes, timeout_s=init_info.timeout_s)
+            self._rank = VLLMRank(raw, renewal, leads, keep_prefixes=init_info.keep_prefixes, timeout_s=init_info.update_timeout_s)
             return self._rank
 
         joining = Joining(init_info.group, init_info.engine, init_info.address, init_info.timeout_s)
