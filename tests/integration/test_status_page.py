@@ -238,6 +238,7 @@ def test_what_is_shown_is_called_old_when_the_endpoint_is_gone_and_new_when_it_i
     serve.shutdown()
     page.until("/no answer for [1-9]/.test(document.getElementById('link').innerText)")
     assert f"{DASH} what is shown is" in page.text("#problems") and "endpoint" in page.text("#problems")
+    page.screenshot(PICTURE.with_stem("status-page-gone"))
     assert page.js("document.getElementById('live').textContent") == "The endpoint does not answer; what is shown is old."
     assert page.text("#version") == "2" and len(page.rows("receivers")) == 4
     stage.serve()
