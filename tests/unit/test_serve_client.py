@@ -20,6 +20,7 @@ from serve_site import Site
 from mooncake_ray.errors import (
     ChecksumError,
     ConfigError,
+    CorruptBlockError,
     PeerRefusedError,
     SnapshotError,
     SnapshotNotFoundError,
@@ -356,11 +357,38 @@ def test_deltas_over_http(tmp_path):
         did = reader.catch_up()
         assert (did.how, did.version, did.changed) == ("delta", 2, 4) and same(mine, model)
         client = WeightClient(site.url)
-        assert client.versions() == [1] and client.wait(1) == 2
+        assert client.versions() == [1] and client.wait(1, whole=False) == 2 and client.wait() == 1
         delta = json.load(urllib.request.urlopen(f"{site.url}/v1/deltas?base=1&version=2"))
         assert delta["nbytes"] == did.nbytes
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{site.url}/v1/log/version-00000001/in-use")
+    finally:
+        site.close()
+
+
+def test_deltas_with_a_token(tmp_path):
+    model = {"w": torch.randn(64, 64)}
+    log = DeltaLog(tmp_path / "log", fsync=False)
+    log.append(1, StateDictSource(model))
+    site = Site(tmp_path / "log", read_token="eye")
+    try:
+        mine = {"w": torch.zeros(64, 64)}
+        with pytest.raises(PeerRefusedError, match="401"):
+            DeltaReader(WeightClient(site.url).deltas(), StateDictSource(mine)).catch_up()
+        place = WeightClient(site.url, token="eye").deltas()
+        reader = DeltaReader(place, StateDictSource(mine))
+        assert reader.catch_up().how == "anchor" and same(mine, model)
+        model["w"][3, 5:9] += 1
+        log.append(2, StateDictSource(model))
+        site.restart()
+        assert reader.catch_up().how == "delta" and same(mine, model)
+        data = place.read("deltas.json")
+        assert place.read("deltas.json", 3, 9) == data[3:9] and place.read("deltas.json", 4, 4) == b""
+        with pytest.raises(SnapshotNotFoundError, match="404"):
+            place.read("nothing.json")
+        for begin, end in ((0, len(data) + 1), (len(data), len(data) + 5)):
+            with pytest.raises(CorruptBlockError, match="ends "):
+                place.read("deltas.json", begin, end)
     finally:
         site.close()
 
