@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -26,6 +29,7 @@ from mooncake_ray.errors import (
     SnapshotNotFoundError,
     StaleVersionError,
     SyncTimeoutError,
+    TransportError,
 )
 from mooncake_ray.serve import download as downloads
 from mooncake_ray.serve.client import WeightClient
@@ -404,6 +408,36 @@ def test_other_content_is_not_mixed_in(site):
             reader.read(0, about["nbytes"], lambda at, piece: None, until=client._until(60))
     finally:
         reader.close()
+
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_is_said_at_once(site_with, tmp_path, monkeypatch):
+    """And not taken for a connection that breaks, which would be tried for an hour."""
+    site = site_with(publish_token="secret")
+    client = WeightClient(site.url, token="secret")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            client.download(3, tmp_path / "got")
+        with pytest.raises(TransportError, match=r"507: .*No space left"):
+            client.publish(4, TENSORS)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        client.download(3, tmp_path / "got")
+    monkeypatch.undo()
+    assert client.download(3, tmp_path / "got").version == 3 and same_file(tmp_path / "got" / "model.safetensors")
+
+
+def test_a_version_that_somebody_has_taken_away_is_gone(site):
+    """As on a file system that does not carry locks between hosts."""
+    client = WeightClient(site.url)
+    client.tensors(3)
+    shutil.rmtree(Path(site.settings.store) / "version-00000003")
+    with pytest.raises(SnapshotNotFoundError):
+        client.tensors(3)
 
 
 def test_nobody_answers():
