@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT, environment
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_served_and_writes():
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "serve_endpoint.py")], env=environment(), capture_output=True, text=True, timeout=280
