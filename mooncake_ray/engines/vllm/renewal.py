@@ -71,7 +71,8 @@ class Renewal:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        self._shadows = [_shadow(layer, raw) for layer, raw in self._layers.items() if layer not in self._reloaded]
+        copies: dict[int, torch.Tensor] = {}
+        self._shadows = [_shadow(layer, raw, copies) for layer, raw in self._layers.items() if layer not in self._reloaded]
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -123,7 +124,8 @@ def _can_be_shadowed(layer: torch.nn.Module) -> bool:
     return method is None or type(method) in _STATELESS or type(method) is UnquantizedFusedMoEMethod
 
 
-def _shadow(layer: torch.nn.Module, raw: dict[str, torch.Tensor]) -> _Shadow:
+def _shadow(layer: torch.nn.Module, raw: dict[str, torch.Tensor], copies: dict[int, torch.Tensor]) -> _Shadow:
+    """`copies`: of raw tensors, which tied layers share."""
     before = dict(layer.__dict__)
     shadow = object.__new__(type(layer))
     shadow.__dict__.update(before)
@@ -138,8 +140,14 @@ def _shadow(layer: torch.nn.Module, raw: dict[str, torch.Tensor]) -> _Shadow:
         method.moe_kernel.fused_experts.process_weights_after_loading(shadow)  # which vLLM itself leaves out when it loads again
     elif method is not None:
         method.process_weights_after_loading(shadow)
-    new = {name: getattr(shadow, name).data for name in raw}
-    kept = {t.untyped_storage().data_ptr() for t in raw.values()}
-    tensors = {n: t.clone() if t.untyped_storage().data_ptr() in kept else t for n, t in new.items() if t.numel()}
+    tensors = {}
+    for name, tensor in raw.items():
+        new = getattr(shadow, name).data
+        if new.numel() and new.data_ptr() == tensor.data_ptr():  # it is computed with as it is
+            if id(tensor) not in copies:
+                copies[id(tensor)] = new.clone()
+            new = copies[id(tensor)]
+        if new.numel():
+            tensors[name] = new
     changed = {k: v for k, v in shadow.__dict__.items() if k not in _APART and (k not in before or before[k] is not v)}
     return _Shadow(layer, tensors, changed)
