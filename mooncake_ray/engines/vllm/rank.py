@@ -87,6 +87,7 @@ class VLLMRank:
                 self._control.forget_prefixes(self._timeout_s)
             self._end_session(self._version)
             self._control.resume(self._timeout_s)
+        self._renewal.forget()
 
     def start_weight_update(self) -> None:
         if self._update is not None:

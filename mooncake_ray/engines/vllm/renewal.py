@@ -37,10 +37,15 @@ class _Shadow:
     attributes: dict[str, Any]
     """That processing the weights has changed."""
 
-    def take_over(self) -> None:
+    def take_over(self) -> list[Any]:
+        """Returns what it has replaced: to give that memory back takes time."""
+        old: list[Any] = [self.layer.__dict__.get(name) for name in self.attributes]
         for name, new in self.tensors.items():
-            getattr(self.layer, name).data = new
+            held = getattr(self.layer, name)
+            old.append(held.data)
+            held.data = new
         self.layer.__dict__.update(self.attributes)
+        return old
 
 
 class Renewal:
@@ -63,6 +68,7 @@ class Renewal:
                     self._layers.setdefault(layer, {})[name] = tied.setdefault(id(tensor), new)
         self._reloaded = [layer for layer in self._layers if not _can_be_shadowed(layer)]
         self._shadows: list[_Shadow] | None = None
+        self._replaced: list[list[Any]] = []
 
     @property
     def layerwise(self) -> int:
@@ -80,8 +86,7 @@ class Renewal:
         if self._shadows is None:
             raise WeightSyncError("new weights were not prepared")
         shadows, self._shadows = self._shadows, None
-        for shadow in shadows:
-            shadow.take_over()
+        self._replaced = [shadow.take_over() for shadow in shadows]
         if self._reloaded:
             for layer in self._reloaded:
                 initialize_layerwise_reload(layer)
@@ -95,7 +100,8 @@ class Renewal:
                 layer.process_weights_after_loading(self._model_config.dtype)
 
     def forget(self) -> None:
-        self._shadows = None
+        """What is not needed any more: what was prepared, and what was replaced."""
+        self._shadows, self._replaced = None, []
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As a checkpoint has them, of the layers that are reloaded. Only what this rank's loaders look at is in them: the rest is never
