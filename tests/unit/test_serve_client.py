@@ -202,8 +202,10 @@ def test_a_download_goes_on_where_it_was(site, tmp_path, monkeypatch):
 
 
 def test_what_is_left_of_another_version_is_not_used(site, tmp_path):
-    (tmp_path / "model.safetensors.part").write_bytes(b"x" * 100)
-    (tmp_path / "model.safetensors.part.done").write_text('{"etag": "other", "nbytes": 100, "chunk": 16777216}\n0\n')
+    nbytes = WeightClient(site.url).describe(3)["files"][0]["nbytes"]
+    (tmp_path / "model.safetensors.part").write_bytes(b"x" * nbytes)
+    head = {"etag": "other", "nbytes": nbytes, "chunk": downloads.CHUNK_BYTES}
+    (tmp_path / "model.safetensors.part.done").write_text(json.dumps(head) + "\n0\n")
     got = WeightClient(site.url).download(3, tmp_path)
     assert got.resumed_bytes == 0 and same_file(tmp_path / "model.safetensors")
 
