@@ -102,6 +102,7 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench delta
 	$(BIN)/python -m bench sync
 	$(BIN)/python -m bench serve
+	$(BIN)/python -m bench engine_update
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)

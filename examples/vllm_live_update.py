@@ -1,6 +1,6 @@
 """A model is trained here and served by vLLM, which gets every step's weights while it answers.
 
-VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "mooncake_ray"}'
+VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --weight-transfer-config '{"backend": "mooncake_ray"}'
 python examples/vllm_live_update.py MODEL http://127.0.0.1:8000
 """
 
@@ -49,8 +49,8 @@ def main(model: str, url: str) -> None:
     ray.init(address="local", num_cpus=2, include_dashboard=False)
     group = mr.WeightSyncGroup("live")
     trainer = Trainer.remote(group, model)
-    engine = VLLMEngine(url=url)
-    engine.attach(group.name, "vllm", address=ray.get_runtime_context().gcs_address)
+    engine = VLLMEngine(url)
+    engine.attach(group, "vllm")
     group.sync()
     for _ in range(STEPS):
         answers: list = []
@@ -61,7 +61,7 @@ def main(model: str, url: str) -> None:
         request.join()
         spans = ", ".join(f"{s['end'] - s['start']} of version {s['version']}" for s in answers[0]["choices"][0]["weight_versions"])
         print(f"loss {loss:.3f}; version {report.version} by {report.mode}, paused for {report.pause_s * 1e3:.0f} ms; tokens: {spans}")
-    print(f"the engine serves version {engine.weight_version()}")
+    print(f"the engine serves version {engine.weight_version}")
     group.shutdown()
 
 

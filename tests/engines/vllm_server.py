@@ -56,7 +56,7 @@ class Server:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", *(w for o in options.items() for w in o)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, "--skip-tokenizer-init", "--enforce-eager", *more],
+                [*command, "--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", *more],
                 env={**os.environ, **ENVIRONMENT, **bind, **(environment or {})},
                 stdout=out,
                 stderr=subprocess.STDOUT,

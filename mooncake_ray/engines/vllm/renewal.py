@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -88,6 +89,9 @@ class Renewal:
             finally:
                 for layer in self._reloaded:
                     finalize_layerwise_reload(layer, self._model_config)
+        for layer in self._model.modules():
+            if is_deferred_attention_layer(layer):  # what it derives from the weights of others
+                layer.process_weights_after_loading(self._model_config.dtype)
 
     def forget(self) -> None:
         self._shadows = None

@@ -41,8 +41,10 @@ class InitInfo(WeightTransferInitInfo):
     """Whether keys and values that old weights made may be used with new ones."""
     ignore: list[str] = field(default_factory=list)
     """Parameters that the model's loader leaves as they are."""
+    update_timeout_s: float = 60.0
+    """Seconds, of each step of an update."""
     timeout_s: float = 120.0
-    """Seconds: of joining, and of each step of an update."""
+    """Seconds, until the group is there, its trainers have joined, and this worker has."""
 
 
 @dataclass
@@ -99,14 +101,14 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _join(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + get_world_group().rank_in_group
-        leads = control(init_info.control) if rank == 0 and init_info.control else None
 
         def adapter(metas: Sequence[ParamMeta]) -> VLLMRank:
             raw = RawWeights(self.model, metas, ignore=init_info.ignore)
             renewal = Renewal(self.model, self.model_config, raw)
             if renewal.layerwise:
                 logger.info("mooncake_ray: %d layers of vLLM's model are made anew while it is paused", renewal.layerwise)
-            self._rank = VLLMRank(raw, renewal, leads, keep_prefixes=init_info.keep_prefixes, timeout_s=init_info.timeout_s)
+            leads = control(init_info.control) if rank == 0 else None
+            self._rank = VLLMRank(raw, renewal, leads, keep_prefixes=init_info.keep_prefixes, timeout_s=init_info.update_timeout_s)
             return self._rank
 
         joining = Joining(init_info.group, init_info.engine, init_info.address, init_info.timeout_s)
