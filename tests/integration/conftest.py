@@ -18,6 +18,8 @@ from mooncake_ray.testing import Allowed
 
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+for name in ("READY", "HEALTH"):  # on a busy machine, Serve would end its proxy before it has started
+    os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_CHECK_TIMEOUT_S", "60")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 60.0  # on a machine that does other things as well

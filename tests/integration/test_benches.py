@@ -109,3 +109,10 @@ def test_batches():
     cases |= {f"{op}/S64": ("s", PEERS | {"pool", "pool-padded", "fastest-peer"}) for op in ("put", "get", "putget")}
     cases |= {"putget-lists/S64": ("s", PEERS - {"ray-verl"} | {"pool", "pool-lists", "fastest-peer"})}
     assert found == {line for line in lines_of(cases) if line[1] not in missing}
+
+
+@pytest.mark.timeout(600)
+def test_endpoint():
+    found, said = run("serve")
+    missing = {"nginx"} if "nginx: not run: " in said else set()
+    assert found == {line for line in lines_of({"64-readers": ("bytes/s", {"nginx", "serve"})}) if line[1] not in missing}

@@ -242,6 +242,21 @@ def test_many_readers(endpoint, tmp_path):
     assert len(answers) == 64 and not wrong
 
 
+def test_new_versions_are_told_of(endpoint):
+    """Through Serve's proxy: to a request that waits, and as an event of a stream that is open meanwhile."""
+    client = WeightClient(URL, token=TOKEN)
+    newest, found = client.versions()[-1], []
+    with urllib.request.urlopen(f"{URL}/v1/events?limit=1&after={newest}", timeout=60) as events:
+        assert events.headers["Content-Type"].startswith("text/event-stream")
+        assert events.readline() == b"retry: 1000\n"
+        waiting = threading.Thread(target=lambda: found.append(client.wait(newest)))
+        waiting.start()
+        client.publish(newest + 1, {"w": torch.ones(2)})
+        assert f"id: {newest + 1}\nevent: version\n" in events.read().decode()
+    waiting.join()
+    assert found == [newest + 1]
+
+
 def test_versions_of_a_group_are_stored(serving, tmp_path):
     """The endpoint is one more engine; what it stores is what trainers published."""
     from mooncake_ray.serve import run

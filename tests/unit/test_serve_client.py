@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -33,8 +34,11 @@ from mooncake_ray.errors import (
 )
 from mooncake_ray.serve import download as downloads
 from mooncake_ray.serve.client import WeightClient
+from mooncake_ray.serve.desk import Desk
 from mooncake_ray.serve.download import Download
 from mooncake_ray.serve.port import Port
+from mooncake_ray.serve.settings import Settings
+from mooncake_ray.serve.watching import Watch
 from mooncake_ray.weights.delta_log import DeltaLog
 from mooncake_ray.weights.delta_reader import DeltaReader
 from mooncake_ray.weights.snapshot import SnapshotStore
@@ -202,8 +206,10 @@ def test_a_download_goes_on_where_it_was(site, tmp_path, monkeypatch):
 
 
 def test_what_is_left_of_another_version_is_not_used(site, tmp_path):
-    (tmp_path / "model.safetensors.part").write_bytes(b"x" * 100)
-    (tmp_path / "model.safetensors.part.done").write_text('{"etag": "other", "nbytes": 100, "chunk": 16777216}\n0\n')
+    nbytes = WeightClient(site.url).describe(3)["files"][0]["nbytes"]
+    (tmp_path / "model.safetensors.part").write_bytes(b"x" * nbytes)
+    head = {"etag": "other", "nbytes": nbytes, "chunk": downloads.CHUNK_BYTES}
+    (tmp_path / "model.safetensors.part.done").write_text(json.dumps(head) + "\n0\n")
     got = WeightClient(site.url).download(3, tmp_path)
     assert got.resumed_bytes == 0 and same_file(tmp_path / "model.safetensors")
 
@@ -347,6 +353,29 @@ def test_waiting_for_a_version(site_with):
         assert b'id: 8\nevent: version\ndata: {"version": 8}\n\n' in events.read()
 
 
+def test_who_waits_is_told_and_does_not_look_himself(tmp_path):
+    """All who wait are woken by one who looks; nobody looks when nobody waits."""
+    store = SnapshotStore(tmp_path, fsync=False)
+    store.save(3, StateDictSource(TENSORS))
+    desk = Desk(Settings(str(tmp_path)))
+
+    async def go():
+        watch = Watch(desk)
+        waiting = [asyncio.create_task(watch.newer(3, "whole", 3600.0)) for _ in range(3)]
+        while watch._waiting < 3:
+            await asyncio.sleep(0.001)
+        store.save(4, StateDictSource(TENSORS))
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(*waiting)
+            await watch._task
+        return found, await watch.newer(4, "whole", 0.01)
+
+    try:
+        assert asyncio.run(go()) == ([4, 4, 4], None)
+    finally:
+        desk.close()
+
+
 def test_deltas_over_http(tmp_path):
     model = {"w": torch.randn(64, 64)}
     log = DeltaLog(tmp_path / "log", fsync=False)
@@ -385,6 +414,13 @@ def test_deltas_with_a_token(tmp_path):
         model["w"][3, 5:9] += 1
         log.append(2, StateDictSource(model))
         site.restart()
+        sign, signed = site.desk._signer.sign, []
+
+        def stale_once(*arguments):
+            signed.append(1)
+            return sign(*arguments) + ("x" if len(signed) == 1 else "")
+
+        site.desk._signer.sign = stale_once
         assert reader.catch_up().how == "delta" and same(mine, model)
         data = place.read("deltas.json")
         assert place.read("deltas.json", 3, 9) == data[3:9] and place.read("deltas.json", 4, 4) == b""
