@@ -170,7 +170,7 @@ class Receiver:
         try:
             return await coming
         except (StoreError, TransportError) as e:  # as when its trainer gave up: then that is why
-            await self._ask(self._joined.board.check.remote(self._number), deadline)
+            await self._ask(self._joined.board.check.remote(self._joined.update.number), deadline)
             raise SyncAbortedError(f"bucket {bucket.number} did not come: {type(e).__name__}: {e}") from e
 
     def fetch(self, bucket: Bucket) -> np.ndarray:
