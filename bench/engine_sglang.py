@@ -9,61 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ray
-import torch
 
 import mooncake_ray
+from bench.engine_model import STEP_S, Trainer, Updated
 from mooncake_ray.engines.sglang import native
 from mooncake_ray.engines.sglang.server import Server
 
 __all__ = ["SUBJECTS", "Updated", "subjects"]
 
 SUBJECTS = ("pool", "pool-delta", "disk", "tensor", "distributed")
-MODEL = {
-    "vocab_size": 40_000,
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-CHANGED = 0.02
-"""Of the elements, by one step: by their last bit, as small steps change bfloat16."""
-_STEP_S = 300.0
-
-Updated = tuple[float, float]
-"""Seconds: from when the trainer's weights are new until the engine serves them, and of these how long requests were paused."""
 
 
 @ray.remote(num_cpus=0)
-class Trainer:
-    def __init__(self) -> None:
-        import transformers
-
-        mooncake_ray.install()
-        torch.manual_seed(1)
-        self.module = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**MODEL)).to(torch.bfloat16)
-        self.tensors = {n: t.detach() for n, t in self.module.state_dict().items() if n != "lm_head.weight"}
-        self.draw = torch.Generator().manual_seed(2)
-
-    def save(self, folder: str) -> int:
-        """All of it. Returns how many parameters it has."""
-        self.module.save_pretrained(folder)
-        return sum(t.numel() for t in self.tensors.values())
-
-    def join(self, group: mooncake_ray.WeightSyncGroup) -> None:
-        from mooncake_ray.weights.layouts.checkpoint import checkpoint_names
-        from mooncake_ray.weights.source import ModuleSource
-
-        self.member = group.trainer(ModuleSource(self.module, checkpoint_names(self.module.config)), 0, 1)
-
-    def step(self) -> None:
-        for tensor in self.tensors.values():
-            flips = torch.rand(tensor.shape, generator=self.draw) < CHANGED
-            tensor.view(torch.int16).bitwise_xor_(flips.to(torch.int16))
-
+class SGLangTrainer(Trainer):
     def disk(self, url: str, version: int, folder: str) -> Updated:
         from safetensors.torch import save_file
 
@@ -99,7 +57,7 @@ def subjects(python: str, folder: Path, address: str) -> Iterator[dict[str, Call
     from sglang_server import Server as Process
 
     model = folder / "model"
-    trainer = Trainer.remote()
+    trainer = SGLangTrainer.remote()
     group = mooncake_ray.WeightSyncGroup("bench-sglang")
     ray.get([trainer.save.remote(str(model)), trainer.join.remote(group)])
     server = Process(python, model, folder / "sglang.log")
@@ -109,14 +67,14 @@ def subjects(python: str, folder: Path, address: str) -> Iterator[dict[str, Call
         nonlocal version
         version += 1
         ray.get(trainer.step.remote())
-        return ray.get(getattr(trainer, name).remote(server.url, version, *arguments), timeout=_STEP_S)
+        return ray.get(getattr(trainer, name).remote(server.url, version, *arguments), timeout=STEP_S)
 
     def ours(mode: str) -> Updated:
         if mode == "delta":  # wants the engine at a version that the group knows
-            group.sync(mode="p2p", timeout_s=_STEP_S)
+            group.sync(mode="p2p", timeout_s=STEP_S)
         ray.get(trainer.step.remote())
         begin = time.perf_counter()
-        report = group.sync(mode=mode, timeout_s=_STEP_S)
+        report = group.sync(mode=mode, timeout_s=STEP_S)
         if report.mode != mode or not report.engines:
             raise RuntimeError(f"not synced by {mode}: {report}")
         return time.perf_counter() - begin, report.pause_s

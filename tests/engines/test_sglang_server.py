@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -256,6 +259,25 @@ def test_it_outlives_its_group(live):
     live.attach()
     live.group.wait_for(live.group.status().version)
     assert live.engine.checksums() == sums
+
+
+def test_it_outlives_its_cluster(live):
+    """Ray would end the process a minute after its cluster is gone."""
+    program = [sys.executable, str(Path(__file__).parent / "sglang_elsewhere.py"), live.kind]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])}
+    elsewhere = subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        address = elsewhere.stdout.readline().strip()
+        sums = live.engine.checksums()
+        live.engine.attach("elsewhere", "sglang", address=address)
+        elsewhere.communicate(timeout=60)
+        _until(lambda: live.server.log.read_text().count("its cluster is gone") == live.tp, 120.0)
+        assert live.engine.checksums() == sums
+    finally:
+        elsewhere.kill()
+        elsewhere.wait(30)
+    live.attach()
+    live.agrees(live.group.sync().version)
 
 
 def _running(live: Live) -> bool:

@@ -9,8 +9,8 @@ import torch
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 4}
-PROMPT = 12
-CLEAR = 0.05
+PROMPT = 5
+CLEAR = 0.03
 """A margin between the likeliest token and the next that numbers of another order of additions do not close."""
 
 
@@ -38,6 +38,7 @@ class Trained:
     def __init__(self, kind: str) -> None:
         self.module = made(kind)
         self.draw = torch.Generator().manual_seed(1)
+        self.more = {"output_router_logits": True} if kind == "moe" else {}
 
     def step(self, rate: float = 1e-2) -> float:
         """Of training, on noise. Returns the loss."""
@@ -77,8 +78,12 @@ class Trained:
             margins, out = torch.full((64,), float("inf")), prompts
             with torch.no_grad():
                 for _ in range(tokens):
-                    top = self.module(out).logits[:, -1].float().topk(2)
+                    said = self.module(out, **self.more)
+                    top = said.logits[:, -1].float().topk(2)
                     margins = margins.minimum(top.values[:, 0] - top.values[:, 1])
+                    for router in said.router_logits if self.more else ():  # who is nearly chosen may be chosen by others
+                        best = router.float().view(*out.shape, -1).topk(EXPERTS["num_experts_per_tok"] + 1).values
+                        margins = margins.minimum((best[..., -2] - best[..., -1]).amin(dim=1))
                     out = torch.cat((out, top.indices[:, :1]), dim=1)
             clear = out[margins > CLEAR].tolist()
             found += [(row[:PROMPT], row[PROMPT:]) for row in clear]

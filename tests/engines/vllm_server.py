@@ -11,8 +11,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from mooncake_ray.engines.http import JSONClient
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -32,7 +35,9 @@ def free_port() -> int:
 class Server:
     """With its processes in a group of their own, and what they say in a file."""
 
-    def __init__(self, python: str, folder: Path, log: Path, *, tp: int = 1, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, python: str, folder: Path, log: Path, *, tp: int = 1, environment: dict[str, str] | None = None, more: Sequence[str] = ()
+    ) -> None:
         self.port, self.log = free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
         bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(n % (os.cpu_count() or 1)) for n in range(tp))} if tp > 1 else {}
@@ -51,7 +56,7 @@ class Server:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", *(w for o in options.items() for w in o)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, "--skip-tokenizer-init", "--enforce-eager"],
+                [*command, "--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", *more],
                 env={**os.environ, **ENVIRONMENT, **bind, **(environment or {})},
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -87,6 +92,12 @@ class Server:
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
         return self.complete(prompt, tokens)["token_ids"]
 
+    def spans(self, prompt: list[int], tokens: int) -> list[tuple[str, int, int]]:
+        """Which versions made which tokens: version, from, to."""
+        how = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "detokenize": False}
+        answer = JSONClient(self.url).post("inference/v1/generate", {"token_ids": prompt, "sampling_params": how}, timeout_s=300)
+        return [(s["version"], s["start"], s["end"]) for s in answer["choices"][0]["weight_versions"]]
+
     def pids(self, word: str) -> list[int]:
         """Of its processes that have a word in their name or command, as vLLM titles them."""
         out = []
@@ -108,8 +119,19 @@ class Server:
             os.kill(pid, number)
 
     def kill(self) -> None:
+        shared = self._shared()
         self.signal(signal.SIGKILL)
         self.process.wait(30)
+        for path in shared:  # which nobody else tidies up
+            path.unlink(missing_ok=True)
+
+    def _shared(self) -> set[Path]:
+        """Memory that it has shared among its processes."""
+        found = set()
+        for pid in self.pids(""):
+            with contextlib.suppress(OSError):
+                found |= {Path(line.split()[-1]) for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line}
+        return {path for path in found if path.name.startswith(("psm_", "sem.mp-"))}
 
     def stop(self) -> None:
         """As an operator would; killed if that takes long."""

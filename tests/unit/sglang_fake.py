@@ -23,6 +23,7 @@ class FakeServer:
     def __init__(self, shards: Sequence[Shard], post_load: Callable[[], None] = lambda: None, **settings: Any) -> None:
         self.version, self.paused, self.session, self.running = "default", "", False, False
         self.calls: list[str] = []
+        self.flushed = 0
         self.refuse: dict[str, int] = {}
         self._web = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._web.daemon_threads = True
@@ -58,7 +59,7 @@ class FakeServer:
         try:
             self.handovers[n].take(message["timeout_s"])
         except SyncTimeoutError:
-            self._least(n, [0])
+            self._least(n, [0, 0, 0])
 
     def _answer(self, route: str, body: dict[str, Any]) -> tuple[int, str]:
         if status := self.refuse.get(route):
@@ -88,6 +89,11 @@ class FakeServer:
                     thread.start()
                 for thread in threads:
                     thread.join()
+                self.version = body["weight_version"] or self.version
+                if body["flush_cache"]:
+                    self.flushed += 1
+                    if self.running:
+                        return 400, "Weights were updated, but the cache was not flushed because requests are still running or queued."
             case "update_weight_version":
                 self.version = body["new_version"]
             case "flush_cache" if self.running:
@@ -98,16 +104,21 @@ class FakeServer:
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
                 route = self.path.strip("/").partition("?")[0]
-                fake.calls.append(route)
+                if self.command == "POST":
+                    fake.calls.append(route)
                 status, message = fake._answer(route, body) if self.headers["Authorization"] == "Bearer secret" else (401, "who?")
-                said = json.dumps({"success": status == 200, "message": message}).encode()
+                said = json.dumps({"success": status == 200, "message": message, "weight_version": fake.version}).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(said)))
                 self.end_headers()
                 self.wfile.write(said)
+
+            do_GET = do_POST
 
             def log_message(self, *args: Any) -> None:
                 pass

@@ -12,6 +12,7 @@ import torch
 from mooncake_ray.engines.answers import Answers, near
 from mooncake_ray.engines.base import PauseMode
 from mooncake_ray.engines.sglang import native
+from mooncake_ray.engines.sglang.bridge import Bridge
 from mooncake_ray.engines.sglang.rank import Settings
 from mooncake_ray.engines.sglang.server import Keep, Server
 from mooncake_ray.weights.meta import ParamMeta
@@ -41,6 +42,20 @@ class SGLangEngine:
         """
         self.server = Server(url.rstrip("/"), api_key)
         self._timeout_s = timeout_s
+        self._bridge: Bridge | None = None
+
+    @classmethod
+    def over(cls, engine: Any, *, timeout_s: float = 60.0) -> SGLangEngine:
+        """Of an `sglang.Engine` in this process, made with `custom_weight_loader=["mooncake_ray.engines.sglang.load"]`. From now on its methods
+        may be called from any thread. A group's updates need this process to live.
+
+        Raises:
+            ConfigError: that is none.
+        """
+        bridge = Bridge(engine)
+        out = cls(bridge.url, api_key=bridge.token, timeout_s=timeout_s)
+        out._bridge = bridge
+        return out
 
     def attach(
         self,
@@ -51,6 +66,7 @@ class SGLangEngine:
         pause: PauseMode = "keep",
         keep: Keep = "retract",
         flush: bool = True,
+        exchange: bool = True,
         update_timeout_s: float = 60.0,
         timeout_s: float = 300.0,
     ) -> None:
@@ -59,7 +75,7 @@ class SGLangEngine:
 
         Args:
             address: of the Ray cluster as the server's host reaches it; by default of the one this process is in.
-            pause, keep, flush: how updates are taken over; see `rank.Settings`.
+            pause, keep, flush, exchange: how updates are taken over; see `rank.Settings`.
             update_timeout_s: of the steps of an update within the server.
 
         Raises:
@@ -68,7 +84,7 @@ class SGLangEngine:
             SyncTimeoutError: not done in time.
             WeightSyncError: the server is not there, or refuses.
         """
-        settings = Settings(pause, keep, flush, update_timeout_s)
+        settings = Settings(pause, keep, flush, exchange, update_timeout_s)
         end = time.monotonic() + timeout_s
         ranks = self.server.ranks()
         joining = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -40,6 +40,9 @@ class Settings:
     """See `Keep`."""
     flush: bool = True
     """Forget keys and values that older weights made. With `in_place` it cannot be done while requests run; then it is left, and said so."""
+    exchange: bool = True
+    """Make a version ready in memory of its own, and put that in the place of what was served: a shorter pause, for twice the memory. Only for
+    weights on a CPU."""
     timeout_s: float = 60.0
     """Until requests are paused; until all ranks have taken an update over."""
 
@@ -71,17 +74,27 @@ class Rank:
     name: ClassVar[str] = "sglang"
 
     def __init__(
-        self, shard: Shard, ranks: Ranks, handover: Handover, server: Server, settings: Settings, post_load: Callable[[], None]
+        self,
+        shard: Shard,
+        ranks: Ranks,
+        handover: Handover,
+        server: Server,
+        settings: Settings,
+        post_load: Callable[[], None],
+        module: torch.nn.Module | None = None,
     ) -> None:
         """
         Args:
             handover: whose `take` the scheduler's thread calls when it gets a message.
             post_load: makes what is derived from weights, after all are written.
+            module: whose weights these are.
         """
-        self._weights = Served(self.name, shard)
+        self._weights = Served(self.name, shard, module if settings.exchange else None)
         self._ranks, self._handover, self._server, self._settings, self._post_load = ranks, handover, server, settings, post_load
         self._lock = threading.RLock()  # the weights are looked at, or written, by one thread
         self._session = self._paused = False
+        self._new: list[UpdateInfo] = []
+        self._before = ""
 
     def shard(self) -> Shard:
         return self._weights.shard
@@ -146,49 +159,62 @@ class Rank:
     def start_weight_update(self) -> None:
         with self._lock:
             self._weights.open()
+            self._new = []
+        if self._leads:
+            self._before = str(self._server.call("model_info", timeout_s=self._settings.timeout_s)["weight_version"])
 
     def prepare_weights(self, update_info: UpdateInfo) -> None:
-        """Weights are written in place: there is nothing to prepare but to look."""
+        """Writes all of it beside what is served, if the module's weights may be exchanged."""
         with self._lock:
-            self._weights.check(update_info)
+            self._weights.prepare(update_info)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
-        """Has the scheduler's own thread write. Raises also SyncTimeoutError: the scheduler, or another rank, has not come to it in time."""
+        """What it brings is read and written when the update is finished: that is one request to the server, and only then it says the
+        version."""
         with self._lock:
             self._weights.check(update_info)
-        if self._leads and not self._paused:
-            raise WeightSyncError("weights are only written while the engine is paused")
-        left = self._settings.timeout_s
-        if not self._leads:
-            _raise(self._handover.give(lambda: self._take_over(update_info), left + _GRACE_S))
-            return
-        self._begin(left)
-        done = self._handover.leave(lambda: self._take_over(update_info))
-        try:
-            self._server.tell({"do": "commit", "timeout_s": left}, self._ranks.world, timeout_s=left + _GRACE_S)
-        except WeightSyncError:
-            self._handover.withdraw()
-            raise
-        if not done.done():
-            self._handover.withdraw()
-            raise WeightSyncError("the server says that it has the weights, and has not taken them")
-        _raise(done.result())
+            if self._leads and not self._paused:
+                raise WeightSyncError("weights are only written while the engine is paused")
+            self._new.append(update_info)
 
     def finish_weight_update(self, weight_version: int) -> None:
+        """Has the scheduler's own thread write. Raises also SyncTimeoutError: the scheduler, or another rank, has not come to it in time."""
         with self._lock:
-            self._weights.finish(weight_version)
-        if self._leads:
-            left = self._settings.timeout_s
-            self._server.set_version(str(weight_version), timeout_s=left)
-            if self._settings.flush:
-                self._flush(left)
-            self._end(left)
+            self._weights.check_version(weight_version)
+        left, new = self._settings.timeout_s, self._new
+        if not self._leads:
+            _raise(self._handover.give(lambda: self._take_over(new, weight_version), left + _GRACE_S))
+            return
+        self._begin(left)
+        done = self._handover.leave(lambda: self._take_over(new, weight_version))
+        flush = self._settings.flush and (self._settings.keep == "retract" or self._settings.pause == "abort")
+        try:
+            self._server.tell(
+                {"do": "commit", "timeout_s": left},
+                self._ranks.world,
+                version=str(weight_version),
+                flush=flush,
+                timeout_s=left + _GRACE_S,
+            )
+            if not done.done():
+                raise WeightSyncError("the server says that it has the weights, and has not taken them")
+            _raise(done.result())
+        except BaseException as e:
+            self._handover.withdraw()
+            if not done.done() or done.cancelled() or done.result() is not None or self._weights.version != weight_version:
+                self._say_version_before()
+                raise
+            logger.warning("mooncake_ray: the server has the new weights, and says: %s", e)
+        if self._settings.flush and not flush:
+            self._flush(left)
+        self._end(left)
 
     def abort_weight_update(self) -> None:
         """If nothing was written, the server goes on as it was."""
         self._handover.withdraw()
         with self._lock:
             self._weights.abort()
+            self._new = []
         if self._leads:
             try:
                 self._end(_GRACE_S)
@@ -202,27 +228,29 @@ class Rank:
         with self._lock:
             self._weights.forget()
 
-    def _take_over(self, info: UpdateInfo) -> Exception | None:
+    def _take_over(self, new: Sequence[UpdateInfo], version: int) -> Exception | None:
         """In the scheduler's own thread, by all ranks at once: looks whether it can be done, and if all say so does it. Never raises: what one
         rank would not hear of, it would wait for."""
         with self._lock:
             error: Exception | None = None
             try:
-                if not self._weights.has_written:
-                    self._weights.look_again()
-                self._weights.check(info)
+                self._weights.look_again()
+                for info in new:
+                    self._weights.check(info)
             except Exception as e:
                 error = e
             try:
-                (ready,) = self._ranks.least([error is None])
+                ready, least, most = self._ranks.least([error is None, version, -version])
             except Exception as e:
                 return error or e
-            if not ready:
+            if not ready or least != -most:
                 return error or WeightSyncError("another rank cannot take the new weights over; nothing is written")
             try:
                 with torch.no_grad():
-                    self._weights.write(info)
+                    for info in new:
+                        self._weights.write(info)
                     self._post_load()
+                self._weights.finish(version)
             except Exception as e:
                 error = e
             try:
@@ -235,6 +263,13 @@ class Rank:
             if not self._weights.poisoned:
                 self._weights.fail(error)
             return error
+
+    def _say_version_before(self) -> None:
+        """Nobody has been served by the one that did not come to be: the server is paused."""
+        try:
+            self._server.set_version(self._before, timeout_s=_GRACE_S)
+        except WeightSyncError as e:
+            logger.warning("mooncake_ray: the server may name a version that it has not got: %s", e)
 
     def _begin(self, left: float) -> None:
         if not self._session:

@@ -74,7 +74,7 @@ class _Scheduler:
             self.handover.take(timeout_s)
         except SyncTimeoutError:  # the others wait to hear of this rank
             if self.ranks is not None:
-                self.ranks.least([0])
+                self.ranks.least([0, 0, 0])
             raise
 
     def _check(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class _Scheduler:
                     learned = self.handover.leave(lambda: TracedTarget(model, metas))
                     answer.say(ranks.rank, "ready")
                     shard = learned.result(joining.timeout_s)
-                    self.adapter = Rank(shard, ranks, self.handover, server, settings, _post_load(model))
+                    self.adapter = Rank(shard, ranks, self.handover, server, settings, _post_load(model), model)
                     return self.adapter
 
                 self._connected = not ray.is_initialized()

@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import pickle
+import threading
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ new weights. `in_place`: they go on with keys and values that the old weights ma
 LOADER = "mooncake_ray.engines.sglang.load"
 """What the server was started with, as its `--custom-weight-loader`."""
 
+_KEEP_S = 1.0
 _OPEN_ALREADY = "already open"
 
 
@@ -43,12 +45,13 @@ class Info:
 
 @dataclass(frozen=True)
 class Server:
-    """Thread-safe; a connection per call."""
+    """Thread-safe. Calls that follow each other at once share a connection."""
 
     url: str
     """Without a path: "http://127.0.0.1:30000"."""
     api_key: str = field(default="", repr=False)
     """Of an administrator, if the server was started with one."""
+    _kept: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
@@ -72,25 +75,26 @@ class Server:
             WeightSyncError: the server is not there, or refuses; what it says.
         """
         end = time.monotonic() + timeout_s
-        kind = http.client.HTTPSConnection if self.url.startswith("https") else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=timeout_s)
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
+        connection = self._connection(timeout_s)
         try:
             data = None if body is None else json.dumps(body).encode()
-            connection.connect()
+            if connection.sock is None:
+                connection.connect()
             connection.sock.settimeout(max(0.001, end - time.monotonic()))
             connection.request("GET" if body is None else "POST", f"/{route}", data, headers)
             connection.sock.settimeout(max(0.001, end - time.monotonic()))
             answer = connection.getresponse()
             status, text = answer.status, answer.read()
         except TimeoutError:
+            connection.close()
             raise SyncTimeoutError(f"{self.url}/{route}: no answer within {timeout_s:g} s") from None
         except (OSError, http.client.HTTPException) as e:
-            raise WeightSyncError(f"{self.url}/{route}: {type(e).__name__}: {e}") from None
-        finally:
             connection.close()
+            raise WeightSyncError(f"{self.url}/{route}: {type(e).__name__}: {e}") from None
+        self._kept.last = connection, time.monotonic()
         try:
             found = json.loads(text)
         except ValueError:
@@ -100,6 +104,21 @@ class Server:
             why = found.get("message") or found.get("error") or found.get("detail") or text[:500].decode(errors="replace")
             raise WeightSyncError(f"{self.url}/{route}: {status}: {why}")
         return found
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """This thread's, if it was in use a moment ago: servers close them after some time. A call is never made twice."""
+        kept = getattr(self._kept, "last", None)
+        self._kept.last = None
+        if kept is not None:
+            connection, used = kept
+            if time.monotonic() - used < _KEEP_S:
+                return connection
+            connection.close()
+        kind = http.client.HTTPSConnection if self.url.startswith("https") else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=timeout_s)
+
+    def __reduce__(self) -> Any:
+        return Server, (self.url, self.api_key)
 
     def pause(self, mode: Literal["abort"] | Keep, *, timeout_s: float) -> None:
         """Returns when no request computes, or will."""
@@ -122,14 +141,23 @@ class Server:
     def end(self, *, timeout_s: float) -> None:
         self.call("end_weight_update", {}, timeout_s=timeout_s)
 
-    def tell(self, message: Mapping[str, Any], ranks: int, *, timeout_s: float) -> None:
+    def tell(self, message: Mapping[str, Any], ranks: int, *, timeout_s: float, version: str | None = None, flush: bool = False) -> None:
         """Has `mooncake_ray.engines.sglang.load` called with a message in each rank's own thread. Needs a session. That it is called is all
-        that the answer says."""
+        that the answer says.
+
+        Args:
+            version: That is served from then on, whatever the message came to.
+            flush: Forget then keys and values that other weights made.
+
+        Raises:
+            WeightSyncError: also if only the flush was refused.
+        """
         text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         body = {
             "serialized_named_tensors": [packed([("mooncake_ray", text)])] * ranks,
             "load_format": LOADER,
-            "flush_cache": False,
+            "flush_cache": flush,
+            "weight_version": version,
             "selector": "target",
         }
         self.call("update_weights_from_tensor", body, timeout_s=timeout_s)

@@ -1,0 +1,102 @@
+"""New weights for a real engine on a CPU, a model of about 100 M parameters: seconds until it serves them, and how long of these it is paused.
+
+`pool` and `pool-delta` are a group's `sync` by p2p and by delta. The others are the engine's own ways: a checkpoint on the disk, tensors in a
+request, a broadcast (gloo); `best-native` is the shortest of them in that case.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+import mooncake_ray
+from bench.engine_model import python_of
+from bench.fleet import note
+from bench.report import Result, Target, compare, summarize
+
+__all__ = ["BASELINES", "Step", "plan", "run", "targets"]
+
+NAME = "engine_update"
+BASELINES = ("best-native",)
+ENGINES = ("vllm", "sglang")
+NATIVE = ("disk", "tensor", "distributed")
+_CASES = ("total", "pause")
+_ROUNDS = 5
+_MOST = {"total": 0.5, "pause": 0.25}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One engine."""
+
+    engine: str
+    rounds: int
+
+
+def plan(sizes: Sequence[str] | None = None, *, quick: bool = False, runs: int | None = None) -> list[Step]:
+    """What to run; `sizes` are names of engines.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+    if unknown := [s for s in sizes or () if s not in ENGINES]:
+        raise ValueError(f"no engine {unknown[0]!r}; there are {', '.join(ENGINES)}")
+    return [Step(engine, runs or (1 if quick else _ROUNDS)) for engine in sizes or ENGINES]
+
+
+def run(steps: Sequence[Step]) -> Iterator[list[Result]]:
+    """Runs the steps; yields what each found."""
+    mooncake_ray.install(capacity_bytes=4 << 30, prefault_bytes=1 << 30)
+    here = str(Path(__file__).parents[1])
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": here}})
+    try:
+        address = ray.get_runtime_context().gcs_address
+        for step in steps:
+            yield _results(step, address)
+    finally:
+        ray.shutdown()
+        mooncake_ray.uninstall()
+
+
+def _results(step: Step, address: str) -> list[Result]:
+    if step.engine == "vllm":
+        from bench.engine_vllm import subjects
+    else:
+        from bench.engine_sglang import subjects
+    rng = random.Random(1)
+    took: dict[tuple[str, str], list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, subjects(python_of(step.engine), Path(folder), address) as ways:
+        note(f"{step.engine} is up")
+        for n in range(-1, step.rounds):
+            began = time.monotonic()
+            for subject in rng.sample(list(ways), len(ways)):
+                total, pause = ways[subject]()
+                if n >= 0:
+                    took["total", subject].append(total)
+                    took["pause", subject].append(pause)
+            note(f"{step.engine}: round {n + 1} of {step.rounds}: {time.monotonic() - began:.0f} s")
+    out = []
+    for case in _CASES:
+        name = f"{step.engine}/{case}"
+        found = {subject: summarize(NAME, name, subject, took[case, subject]) for subject in ways}
+        best = min((found[s] for s in NATIVE), key=lambda r: r.value)
+        out += [found["pool"], found["pool-delta"], summarize(NAME, name, "best-native", took[case, best.subject], {"which": best.subject})]
+        out += [found[s] for s in NATIVE]
+    return out
+
+
+def targets(results: Sequence[Result]) -> list[Target]:
+    """What is asked of the package, and how near it came."""
+    found = {(r.case, r.subject): r for r in results}
+
+    def ratio(case: str, subject: str, most: float) -> Target:
+        return compare(f"{case}: {subject} / best-native", found.get((case, subject)), found.get((case, "best-native")), most)
+
+    return [ratio(f"{e}/{case}", ours, most) for e in ENGINES for case, most in _MOST.items() for ours in ("pool", "pool-delta")]
