@@ -179,6 +179,18 @@ def test_a_rollout_that_fails_before_it_has_all(pool, monkeypatch):
     assert group.succeeds(2)
 
 
+def test_nothing_is_handed_on_before_all_have_it(pool, monkeypatch):
+    group = Group(1, 2)
+
+    async def never(deadline):
+        raise SyncAbortedError("not all have it")
+
+    for receiver in group.receivers:
+        monkeypatch.setattr(receiver._receiver, "_until_all_have", never)
+    done = group.update(model(1))
+    assert all(isinstance(each, SyncAbortedError) for each in done[1:]) and group.got == [{}, {}]
+
+
 def test_bytes_that_are_wrong(pool, monkeypatch):
     group, view = Group(1, 2), blobs.view
 
