@@ -50,7 +50,7 @@ def subjects(python: str, folder: Path, address: str) -> Iterator[dict[str, Call
 
     Args:
         python: that has SGLang, and this package.
-        folder: for checkpoints and logs; best in memory.
+        folder: for checkpoints and logs.
         address: of the Ray cluster that this process is connected to, with the pool installed.
     """
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "engines"))

@@ -72,7 +72,7 @@ def _results(step: Step, address: str) -> list[Result]:
         from bench.engine_sglang import subjects
     rng = random.Random(1)
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, subjects(python_of(step.engine), Path(folder), address) as ways:
+    with tempfile.TemporaryDirectory() as folder, subjects(python_of(step.engine), Path(folder), address) as ways:
         note(f"{step.engine} is up")
         for n in range(-1, step.rounds):
             began = time.monotonic()

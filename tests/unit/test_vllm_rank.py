@@ -56,7 +56,10 @@ class Engine:
     def forget_prefixes(self, timeout_s):
         self.calls.append("forget")
 
-    def set_version(self, version, timeout_s):
+    def start(self, timeout_s):
+        self.calls.append("start")
+
+    def finish(self, version, timeout_s):
         self.calls.append(version)
 
 
@@ -103,7 +106,7 @@ def update(rank, new, version: int) -> None:
 
 def test_a_version_is_visible_after_all_else(rank, model, engine):
     update(rank, pieces(1.0), 7)
-    assert engine.calls == ["pause keep", "update", "forget", 7, "resume"]
+    assert engine.calls == ["start", "pause keep", "update", "forget", 7, "resume"]
     assert rank.weight_version == 7 and not rank.poisoned
     assert all(t.eq(1.0).all() for t in model.served.values())
 
@@ -137,7 +140,7 @@ def test_a_failure_while_taking_over_poisons_until_all_is_new(rank, model, engin
     model.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
         update(rank, pieces(2.0), 2)
-    assert rank.poisoned and rank.weight_version is None and engine.calls[-1] == "update"  # it stays paused
+    assert rank.poisoned and rank.weight_version is None and engine.calls[-2:] == ["update", None]  # it stays paused
     model.fails = False
     update(rank, pieces(2.0), 2)
     assert not rank.poisoned and rank.weight_version == 2

@@ -30,16 +30,20 @@ class Control(Protocol):
 
     def resume(self, timeout_s: float) -> None: ...
 
-    def update(self, update_info: Mapping[str, Any], timeout_s: float) -> None:
-        """One whole update: start, update, finish. Gives it no version."""
+    def start(self, timeout_s: float) -> None:
+        """Opens an update session."""
+        ...
+
+    def update(self, update_info: Mapping[str, Any], timeout_s: float) -> None: ...
+
+    def finish(self, version: int | None, timeout_s: float) -> None:
+        """Ends the session; the engine names that version from now on (None: the one before)."""
         ...
 
     def forget_prefixes(self, timeout_s: float) -> None:
         """Nothing that is computed from now on reads keys and values that other weights made: what was cached is dropped, and requests that
         are frozen compute theirs anew."""
         ...
-
-    def set_version(self, version: int, timeout_s: float) -> None: ...
 
     def version(self, timeout_s: float) -> str: ...
 
@@ -67,16 +71,17 @@ class HTTPControl:
     def resume(self, timeout_s: float) -> None:
         self._post("resume", timeout_s=timeout_s)
 
-    def update(self, update_info: Mapping[str, Any], timeout_s: float) -> None:
+    def start(self, timeout_s: float) -> None:
         self._post("start_weight_update", timeout_s=timeout_s)
+
+    def update(self, update_info: Mapping[str, Any], timeout_s: float) -> None:
         self._post("update_weights", {"update_info": dict(update_info)}, timeout_s=timeout_s)
-        self._post("finish_weight_update", timeout_s=timeout_s)
+
+    def finish(self, version: int | None, timeout_s: float) -> None:
+        self._post("finish_weight_update", {"weight_version": None if version is None else str(version)}, timeout_s=timeout_s)
 
     def forget_prefixes(self, timeout_s: float) -> None:
         self._post("reset_prefix_cache", query={"reset_running_requests": "true"}, timeout_s=timeout_s)
-
-    def set_version(self, version: int, timeout_s: float) -> None:
-        self._post("update_weight_version", {"new_version": str(version)}, timeout_s=timeout_s)
 
     def version(self, timeout_s: float) -> str:
         return self.client.get("weight_info", timeout_s=timeout_s)["weight_version"]
@@ -111,16 +116,19 @@ class ActorControl:
     def resume(self, timeout_s: float) -> None:
         self._call("resume_generation", timeout_s=timeout_s)
 
-    def update(self, update_info: Mapping[str, Any], timeout_s: float) -> None:
+    def start(self, timeout_s: float) -> None:
         self._call("start_weight_update", timeout_s=timeout_s)
+
+    def update(self, update_info: Mapping[str, Any], timeout_s: float) -> None:
         self._call("update_weights", SimpleNamespace(update_info=dict(update_info)), timeout_s=timeout_s)
+
+    def finish(self, version: int | None, timeout_s: float) -> None:
         self._call("finish_weight_update", timeout_s=timeout_s)
+        if version is not None:
+            self._call("update_weight_version", str(version), timeout_s=timeout_s)
 
     def forget_prefixes(self, timeout_s: float) -> None:
         self._call("reset_prefix_cache", reset_running_requests=True, timeout_s=timeout_s)
-
-    def set_version(self, version: int, timeout_s: float) -> None:
-        self._call("update_weight_version", str(version), timeout_s=timeout_s)
 
     def version(self, timeout_s: float) -> str:
         return self._call("get_weight_version", timeout_s=timeout_s)

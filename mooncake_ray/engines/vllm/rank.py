@@ -7,6 +7,7 @@ has do it between two steps. The worker that leads asks its engine for that, and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +21,8 @@ from mooncake_ray.weights.shard import Shard
 
 __all__ = ["Renewing", "VLLMRank"]
 
+
+logger = logging.getLogger("mooncake_ray")
 
 _GRACE_S = 10.0  # what an answer takes beside what it waits for
 
@@ -50,7 +53,7 @@ class VLLMRank:
         self._keep_prefixes, self._timeout_s = keep_prefixes, timeout_s
         self._placement = Placement.of(self.name, raw.fragments())
         self._update: InPlace | None = None
-        self._applied = False
+        self._applied = self._session = False
         self._version: int | None = None
         self._last = -1
         self._poison = ""
@@ -82,14 +85,21 @@ class VLLMRank:
         if self._control is not None:
             if not self._keep_prefixes:
                 self._control.forget_prefixes(self._timeout_s)
-            if self._version is not None:
-                self._control.set_version(self._version, self._timeout_s)
+            self._end_session(self._version)
             self._control.resume(self._timeout_s)
+        self._renewal.forget()
 
     def start_weight_update(self) -> None:
         if self._update is not None:
             raise WeightSyncError("an update is open already")
         self._update, self._applied = InPlace(self._placement, self._raw.buffers()), False
+        if self._control is not None and not self._session:
+            try:
+                self._control.start(self._timeout_s)
+            except WeightSyncError:  # one that was open when this worker joined is in the way
+                self._control.finish(None, self._timeout_s)
+                self._control.start(self._timeout_s)
+            self._session = True
 
     def prepare_weights(self, update_info: UpdateInfo) -> None:
         update = self._open()
@@ -134,6 +144,15 @@ class VLLMRank:
             self._version = None
         if update is not None and self._applied:
             self._poison = "an update was given up after the engine had begun to take it over"
+        try:
+            self._end_session(None)
+        except WeightSyncError as e:
+            logger.warning("mooncake_ray: vLLM's update session stays open: %s", e)
+
+    def _end_session(self, version: int | None) -> None:
+        if self._control is not None and self._session:
+            self._session = False
+            self._control.finish(version, self._timeout_s)
 
     def _apply(self) -> None:
         self._applied = True

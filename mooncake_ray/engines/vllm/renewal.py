@@ -37,10 +37,15 @@ class _Shadow:
     attributes: dict[str, Any]
     """That processing the weights has changed."""
 
-    def take_over(self) -> None:
+    def take_over(self) -> list[Any]:
+        """Returns what it has replaced: to give that memory back takes time."""
+        old: list[Any] = [self.layer.__dict__.get(name) for name in self.attributes]
         for name, new in self.tensors.items():
-            getattr(self.layer, name).data = new
+            held = getattr(self.layer, name)
+            old.append(held.data)
+            held.data = new
         self.layer.__dict__.update(self.attributes)
+        return old
 
 
 class Renewal:
@@ -63,6 +68,7 @@ class Renewal:
                     self._layers.setdefault(layer, {})[name] = tied.setdefault(id(tensor), new)
         self._reloaded = [layer for layer in self._layers if not _can_be_shadowed(layer)]
         self._shadows: list[_Shadow] | None = None
+        self._replaced: list[list[Any]] = []
 
     @property
     def layerwise(self) -> int:
@@ -71,7 +77,8 @@ class Renewal:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        self._shadows = [_shadow(layer, raw) for layer, raw in self._layers.items() if layer not in self._reloaded]
+        copies: dict[int, torch.Tensor] = {}
+        self._shadows = [_shadow(layer, raw, copies) for layer, raw in self._layers.items() if layer not in self._reloaded]
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -79,8 +86,7 @@ class Renewal:
         if self._shadows is None:
             raise WeightSyncError("new weights were not prepared")
         shadows, self._shadows = self._shadows, None
-        for shadow in shadows:
-            shadow.take_over()
+        self._replaced = [shadow.take_over() for shadow in shadows]
         if self._reloaded:
             for layer in self._reloaded:
                 initialize_layerwise_reload(layer)
@@ -94,7 +100,8 @@ class Renewal:
                 layer.process_weights_after_loading(self._model_config.dtype)
 
     def forget(self) -> None:
-        self._shadows = None
+        """What is not needed any more: what was prepared, and what was replaced."""
+        self._shadows, self._replaced = None, []
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As a checkpoint has them, of the layers that are reloaded. Only what this rank's loaders look at is in them: the rest is never
@@ -123,7 +130,8 @@ def _can_be_shadowed(layer: torch.nn.Module) -> bool:
     return method is None or type(method) in _STATELESS or type(method) is UnquantizedFusedMoEMethod
 
 
-def _shadow(layer: torch.nn.Module, raw: dict[str, torch.Tensor]) -> _Shadow:
+def _shadow(layer: torch.nn.Module, raw: dict[str, torch.Tensor], copies: dict[int, torch.Tensor]) -> _Shadow:
+    """`copies`: of raw tensors, which tied layers share."""
     before = dict(layer.__dict__)
     shadow = object.__new__(type(layer))
     shadow.__dict__.update(before)
@@ -138,8 +146,14 @@ def _shadow(layer: torch.nn.Module, raw: dict[str, torch.Tensor]) -> _Shadow:
         method.moe_kernel.fused_experts.process_weights_after_loading(shadow)  # which vLLM itself leaves out when it loads again
     elif method is not None:
         method.process_weights_after_loading(shadow)
-    new = {name: getattr(shadow, name).data for name in raw}
-    kept = {t.untyped_storage().data_ptr() for t in raw.values()}
-    tensors = {n: t.clone() if t.untyped_storage().data_ptr() in kept else t for n, t in new.items() if t.numel()}
+    tensors = {}
+    for name, tensor in raw.items():
+        new = getattr(shadow, name).data
+        if new.numel() and new.data_ptr() == tensor.data_ptr():  # it is computed with as it is
+            if id(tensor) not in copies:
+                copies[id(tensor)] = new.clone()
+            new = copies[id(tensor)]
+        if new.numel():
+            tensors[name] = new
     changed = {k: v for k, v in shadow.__dict__.items() if k not in _APART and (k not in before or before[k] is not v)}
     return _Shadow(layer, tensors, changed)
