@@ -26,7 +26,7 @@ pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "no
 unit-test: $(STAMP) ## Without Ray
 	$(call pytest,unit-test,tests/unit tests/conformance tests/rdma)
 
-PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart))
+PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart verl_example))
 
 program-test: $(STAMP) ## Whole programs, each with a Ray of its own
 	$(call pytest,program-test,$(PROGRAMS))

@@ -14,6 +14,9 @@ Keys of `engine_kwargs.mooncake_ray`:
   at most `window` (4) buckets of each trainer are in the pools.
 - `chunk_megabytes` (16): bytes of a bucket, at most verl's own.
 - `rollout_dtype` (null): floating-point tensors are cast to it. By default they go as they are.
+- `delta` (false): verl's `delta_flush` format, for what takes it (see verl's `delta_sharded`): all of each tensor at first, and what changed
+  from then on, while every worker has the version before. Trainers keep a version in their pools to compare with.
+- `device` ("cpu"): where tensors are handed on.
 - `keep` (false): workers keep the last version, for `get_weights`.
 """
 
@@ -23,8 +26,8 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,20 +36,15 @@ import torch
 
 from mooncake_ray._native import delta as native
 from mooncake_ray.errors import (
-    ChecksumError,
     ConfigError,
-    MooncakeRayError,
     PlanError,
-    StaleVersionError,
-    StoreError,
-    SyncAbortedError,
-    SyncTimeoutError,
-    TransportError,
 )
-from mooncake_ray.integrations.verl_board import Bucket, End, Update, new_board
-from mooncake_ray.integrations.verl_stream import ALIGNMENT, Cut, Cutter, Joiner, dtype_of
+from mooncake_ray.integrations.verl_board import Bucket, End, Patch, Update
+from mooncake_ray.integrations.verl_calls import Topology, answer, each_of, live_board
+from mooncake_ray.integrations.verl_delta import Changes, Flush, changes_of, summable
+from mooncake_ray.integrations.verl_receiving import Receiver
+from mooncake_ray.integrations.verl_stream import ALIGNMENT, Cut, Cutter, dtype_of
 from mooncake_ray.objects import blobs
-from mooncake_ray.objects.blobs import Blob
 from mooncake_ray.transfer.deadline import Deadline
 
 try:
@@ -58,16 +56,6 @@ __all__ = ["BACKEND", "MooncakeRayCheckpointEngine", "Topology"]
 
 BACKEND = "mooncake_ray"
 _STAGING = ("version", "buckets")
-_ANSWER_S = 30.0
-_CALL_S = 30.0  # of one call to the board: longer than it takes to say that there is no news
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """What `build_topology` tells every rank."""
-
-    update: Update
-    board: Any
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -85,26 +73,36 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
         chunk_megabytes: float = 16,
         rollout_dtype: str | torch.dtype | None = None,
         keep: bool = False,
+        delta: bool = False,
+        device: str = "cpu",
     ) -> None:
         """Takes what verl passes to its engines, and the keys above. Raises ConfigError."""
         if staging not in _STAGING:
             raise ConfigError(f"staging is {staging!r}, expected one of {', '.join(_STAGING)}")
         if timeout_s <= 0 or window < 1:
             raise ConfigError(f"timeout_s and window must be positive, got {timeout_s} and {window}")
-        if keep and staging != "version":
-            raise ConfigError("keep=True needs staging='version': by buckets there is never a whole version")
+        if (keep or delta) and staging != "version":
+            raise ConfigError("keep and delta need staging='version': by buckets there is never a whole version")
+        if keep and delta:
+            raise ConfigError("keep and delta exclude each other: of what changed there is no whole version to keep")
         self.bucket_size = int(min(bucket_size, chunk_megabytes * (1 << 20))) // ALIGNMENT * ALIGNMENT
         if self.bucket_size < ALIGNMENT:
             raise ConfigError(f"buckets of {bucket_size} bytes, at most {chunk_megabytes} MiB, are too small")
         self.is_master = is_master
         self.timeout_s, self.staging, self.window, self.keep = timeout_s, staging, window, keep
         self.rollout_dtype = dtype_of(rollout_dtype.removeprefix("torch.")) if isinstance(rollout_dtype, str) else rollout_dtype
+        self.delta = delta
+        self.wire_format = "delta_flush" if delta else "named_tensors"
+        self._receiver = Receiver(self.bucket_size, bucket_size, staging == "version", timeout_s, torch.device(device), keep)
         self.rank = -1
         self._number = 0  # of the last update that this rank knows of
         self._topology: Topology | None = None
-        self._published: dict[int, Blob] = {}  # by number of the bucket
+        self._published: dict[int, Bucket] = {}
+        self._base: dict[int, Bucket] = {}  # of the version before, where deltas are wanted
+        self._sent = -1  # the last update that this rank has sent all of
+        self._held = -1  # the update whose weights this rank has, to compare with
         weakref.finalize(self, _drop, self._published)
-        self._kept: list[tuple[Bucket, np.ndarray]] | None = None
+        weakref.finalize(self, _drop, self._base)
 
     # ---- verl's manager calls these, in this order
 
@@ -113,7 +111,7 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
         self._drop_published()
         context = ray.get_runtime_context()
         board = None if self._topology is None else self._topology.board
-        return {"actor": context.get_actor_id() or "", "number": self._number, "board": board}
+        return {"actor": context.get_actor_id() or "", "number": self._number, "board": board, "held": max(self._held, self._receiver.held)}
 
     @classmethod
     def build_topology(
@@ -130,8 +128,10 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
             )
         actors = tuple(m["actor"] for m in metadata)
         number = 1 + max(m["number"] for m in metadata)
-        update = Update(number, actors[:actor_wg_world_size], actors[actor_wg_world_size:])
-        topology = Topology(update, _board([m["board"] for m in metadata]))
+        held = {m["held"] for m in metadata}
+        base = held.pop() if len(held) == 1 else -1
+        update = Update(number, actors[:actor_wg_world_size], actors[actor_wg_world_size:], base)
+        topology = Topology(update, live_board([m["board"] for m in metadata]))
 
         def of(world: int) -> dict[str, list[Any]]:
             return {"rank": list(range(world)), "topology": [topology] * world}
@@ -141,6 +141,7 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
     def init_process_group(self, rank: int, topology: Topology) -> None:
         """Takes part in the next update, as that rank of the trainers or of the rollout workers. There is no group to be made: nobody waits."""
         self.rank, self._topology, self._number = rank, topology, topology.update.number
+        self._receiver.rank, self._receiver.topology = rank, topology
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         """Writes this rank's share. When it returns the weights may change: what rollout workers still read is a copy.
@@ -163,8 +164,8 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
         sent = 0
         try:
             await self._ask(board.open.remote(update), deadline)
-            async for name, tensor in _each(weights):
-                for cut in cutter.add(name, self._cast(tensor)):
+            async for name, tensor in each_of(weights):
+                for cut in cutter.add(name, self._cast(name, tensor)):
                     posted.append(await self._write(cut, deadline))
                     sent += cut.nbytes
             for cut in cutter.finish():
@@ -176,15 +177,16 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
             await self._ask(board.finish.remote(update.number, self.rank, end), deadline)
             if self.staging == "buckets":
                 await self._until_taken(cutter.buckets, deadline)
+            self._sent = update.number
         except BaseException as e:
             board.fail.remote(update.number, f"trainer rank {self.rank} could not send its weights: {type(e).__name__}: {e}")
             self._drop_published()
             raise
         return {"checkpoint_engine/payload_mbytes": sent / (1 << 20), "checkpoint_engine/send_s": time.monotonic() - begin}
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields all tensors in the order in which they were sent. A tensor is private (copy-on-write) memory on the CPU that stays valid as
-        long as it lives; a bucket's memory is free again when none of its tensors does.
+    def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]] | Iterator[Flush]:
+        """Yields all tensors in the order in which they were sent. A tensor is private (copy-on-write) memory that stays valid as long as it
+        lives; a bucket's memory is free again when none of its tensors does. With `delta`, an iterator, not asynchronous, of verl's flushes.
 
         Raises:
             StaleVersionError: what was sent is another version than `global_steps`.
@@ -192,72 +194,62 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
             SyncTimeoutError: not done in time.
             ChecksumError: bytes that arrived are not the ones that were sent.
         """
-        topology, deadline = self._joined(), Deadline(self.timeout_s)
-        update, board = topology.update, topology.board
-        self._kept = None
-        try:
-            await self._ask(board.open.remote(update), deadline)
-            joiner = Joiner(self.bucket_size)
-            if self.staging == "version":
-                staged = await self._stage(global_steps, deadline)
-                self._kept = [(bucket, blobs.view(bucket.blob)) for bucket, _ in staged] if self.keep else None
-                while staged:
-                    bucket, data = staged.pop(0)
-                    for item in joiner.add(bucket.number, bucket.tensors, data):
-                        yield item
-                    del data
-            else:
-                async for bucket, data in self._as_they_come(global_steps, deadline):
-                    for item in joiner.add(bucket.number, bucket.tensors, data):
-                        yield item
-                    del data
-            await self._ask(board.applied.remote(update.number, self.rank), deadline)
-        except GeneratorExit:
-            board.fail.remote(update.number, f"rollout rank {self.rank} took only a part of its weights")
-            raise
-        except BaseException as e:
-            board.fail.remote(update.number, f"rollout rank {self.rank} could not get its weights: {type(e).__name__}: {e}")
-            raise
+        self._joined()
+        return self._receiver.flushes(global_steps) if self.delta else self._receiver.named(global_steps)
 
-    async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The last version once more, from this node's pool, as it came; copies, a bucket at a time.
 
         Raises:
             ConfigError: the engine does not keep versions (`keep`), or there is none yet.
         """
-        if self._kept is None:
-            raise ConfigError("there is no version to be had: keep=True keeps the last one, once it came")
-        joiner = Joiner(self.bucket_size)
-        for bucket, data in self._kept:
-            for item in joiner.add(bucket.number, bucket.tensors, data.copy()):
-                yield item
+        return self._receiver.again()
 
     def finalize(self) -> None:
-        """Everybody has the version: what this rank wrote of it may go."""
+        """Everybody has the version: what this rank wrote of it may go, or is what the next is compared with."""
+        if self.delta and self._sent == self._number:
+            _drop(self._base)
+            for number, bucket in self._published.items():
+                blobs.drop([] if bucket.patch is None else [bucket.patch.blob])
+                self._base[number] = replace(bucket, patch=None)
+            self._published.clear()
+            self._held = self._number
         self._drop_published()
 
     # ---- sending
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         cast = self.rollout_dtype is not None and tensor.is_floating_point()
-        return tensor.detach().to(self.rollout_dtype) if cast else tensor
+        tensor = tensor.detach().to(self.rollout_dtype) if cast else tensor
+        if self.delta and not summable(tensor.dtype):
+            raise PlanError(f"tensor {name!r} is {tensor.dtype}, of which verl's delta format has no checksum; see rollout_dtype")
+        return tensor
 
     async def _write(self, cut: Cut, deadline: Deadline) -> Any:
         """Returns the ref of its announcement."""
         topology = self._joined()
         if self.staging == "buckets":
             await self._until_taken(cut.number + 1 - self.window * len(topology.update.senders), deadline)
-        checksum = 0
+        note = f"weights, update {topology.update.number}"
+        base, checksum = self._base.get(cut.number), 0
+        old = None
+        if base is not None and topology.update.base == self._held and (base.tensors, base.blob.nbytes) == (tuple(cut.tensors), cut.nbytes):
+            old = blobs.view(base.blob)
+        changes: Changes | None = None
 
         def fill(out: np.ndarray) -> None:
-            nonlocal checksum
+            nonlocal checksum, changes
             cut.write(out)
             checksum = native.checksum(out)
+            if old is not None:
+                changes = changes_of(cut.tensors, cut.number * self.bucket_size, self.bucket_size, old, out)
 
-        note = f"weights, update {topology.update.number}"
         blob = await asyncio.to_thread(blobs.write, cut.nbytes, fill, timeout_s=deadline.left(note), note=note)
-        self._published[cut.number] = blob
-        return topology.board.post.remote(topology.update.number, Bucket(cut.number, blob, checksum, tuple(cut.tensors)))
+        bucket = self._published[cut.number] = Bucket(cut.number, blob, checksum, tuple(cut.tensors))
+        if changes is not None:
+            patch = await asyncio.to_thread(_patch, changes, deadline.left(note), note)
+            bucket = self._published[cut.number] = replace(bucket, patch=patch)
+        return topology.board.post.remote(topology.update.number, bucket)
 
     async def _until_taken(self, buckets: int, deadline: Deadline) -> None:
         """Waits until every rollout worker has done with the first so many, and lets go of those of this rank."""
@@ -269,57 +261,6 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
     def _drop_published(self, before: float = math.inf) -> None:
         _drop(self._published, before)
 
-    # ---- receiving
-
-    async def _stage(self, version: int | None, deadline: Deadline) -> list[tuple[Bucket, np.ndarray]]:
-        """All of it, once every worker has it."""
-        topology = self._joined()
-        staged = [each async for each in self._come(version, deadline)]
-        while not await self._ask(topology.board.all_staged.remote(topology.update.number, self.rank), deadline):
-            pass
-        return staged
-
-    async def _as_they_come(self, version: int | None, deadline: Deadline) -> AsyncIterator[tuple[Bucket, np.ndarray]]:
-        topology = self._joined()
-        async for bucket, data in self._come(version, deadline):
-            yield bucket, data
-            del data
-            await self._ask(topology.board.take.remote(topology.update.number, self.rank, bucket.number + 1), deadline)
-
-    async def _come(self, version: int | None, deadline: Deadline) -> AsyncIterator[tuple[Bucket, np.ndarray]]:
-        """Each bucket in its order, with its bytes; the next one comes while one is looked at."""
-        topology, at = self._joined(), 0
-        end: End | None = None
-        while end is None or at < end.buckets:
-            found, end = await self._ask(topology.board.buckets.remote(topology.update.number, at), deadline)
-            if end is not None and version is not None and end.version is not None and version != end.version:
-                raise StaleVersionError(f"rollout rank {self.rank} is to get version {version}; the trainers sent {end.version}")
-            at += len(found)
-            coming = [asyncio.ensure_future(asyncio.to_thread(self._fetch, bucket)) for bucket in found[:1]]
-            try:
-                for i, bucket in enumerate(found):
-                    if i + 1 < len(found):
-                        coming.append(asyncio.ensure_future(asyncio.to_thread(self._fetch, found[i + 1])))
-                    yield bucket, await self._arrived(bucket, coming.pop(0), deadline)
-            finally:
-                for task in coming:
-                    task.cancel()
-
-    async def _arrived(self, bucket: Bucket, coming: asyncio.Future[np.ndarray], deadline: Deadline) -> np.ndarray:
-        try:
-            return await coming
-        except (StoreError, TransportError) as e:  # as when its trainer gave up: then that is why
-            await self._ask(self._joined().board.check.remote(self._number), deadline)
-            raise SyncAbortedError(f"bucket {bucket.number} did not come: {type(e).__name__}: {e}") from e
-
-    def _fetch(self, bucket: Bucket) -> np.ndarray:
-        data = blobs.view(bucket.blob, writable=True)
-        found = native.checksum(data)
-        if found != bucket.checksum:
-            first = bucket.tensors[0].name if bucket.tensors else ""
-            raise ChecksumError(f"bucket {bucket.number} (from {first!r} on): checksum {found:016x} instead of {bucket.checksum:016x}")
-        return data
-
     # ---- both
 
     def _joined(self) -> Topology:
@@ -328,38 +269,22 @@ class MooncakeRayCheckpointEngine(CheckpointEngineWithCache):
         return self._topology
 
     async def _ask(self, ref: Any, deadline: Deadline) -> Any:
-        """What the board answers. Raises what it raises, SyncTimeoutError, or SyncAbortedError: it is gone."""
-        try:
-            left = deadline.left(f"update {self._number}")
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), min(left, _CALL_S))
-        except TimeoutError:
-            raise SyncTimeoutError(f"update {self._number}: rank {self.rank} has not got on within {deadline.timeout_s:g} s") from None
-        except ray.exceptions.RayTaskError as e:
-            raise (e.cause if isinstance(e.cause, MooncakeRayError) else e) from None
-        except ray.exceptions.RayActorError as e:
-            raise SyncAbortedError(f"update {self._number}: the actor through which its ranks hear of each other is gone: {e}") from None
+        return await answer(ref, deadline, f"update {self._number}: rank {self.rank}")
 
 
-def _drop(published: dict[int, Blob], before: float = math.inf) -> None:
-    blobs.drop([published.pop(number) for number in list(published) if number < before])
+def _patch(changes: Changes, timeout_s: float, note: str) -> Patch:
+    checksum = 0
+
+    def fill(out: np.ndarray) -> None:
+        nonlocal checksum
+        changes.write(out)
+        checksum = native.checksum(out)
+
+    blob = blobs.write(changes.nbytes, fill, timeout_s=timeout_s, note=f"{note}, what changed")
+    return Patch(blob, checksum, changes.counts, changes.values_at)
 
 
-def _board(known: Iterable[Any]) -> Any:
-    """One that lives, or a new one."""
-    for board in {b._actor_id.hex(): b for b in known if b is not None}.values():
-        try:
-            if ray.get(board.is_there.remote(), timeout=_ANSWER_S):
-                return board
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            continue
-    return new_board()
-
-
-async def _each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    if hasattr(weights, "__aiter__"):
-        async for item in weights:
-            yield item
-        return
-    items: Iterator[tuple[str, torch.Tensor]] = iter(weights)
-    for item in items:
-        yield item
+def _drop(published: dict[int, Bucket], before: float = math.inf) -> None:
+    for number in [number for number in published if number < before]:
+        bucket = published.pop(number)
+        blobs.drop([bucket.blob] if bucket.patch is None else [bucket.blob, bucket.patch.blob])

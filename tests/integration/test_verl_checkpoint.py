@@ -109,6 +109,7 @@ def cluster(places):
     made = Cluster(places)
     yield made
     made.end()
+    until(lambda: objects() == 0, "what the workers had is gone with them")
 
 
 def objects() -> int:

@@ -12,7 +12,7 @@ pytest.importorskip("codetiming", reason="verl's workers need it")
 from verl_actors import model, same
 
 from mooncake_ray.errors import ChecksumError, ConfigError, PlanError, StaleVersionError, SyncAbortedError, SyncTimeoutError
-from mooncake_ray.integrations import verl_checkpoint
+from mooncake_ray.integrations import verl_calls
 from mooncake_ray.integrations.verl_board import new_board
 from mooncake_ray.integrations.verl_checkpoint import MooncakeRayCheckpointEngine as Engine
 from mooncake_ray.objects import blobs
@@ -32,7 +32,7 @@ def board(pool_ray):
     """One board for all tests, as one job of verl's has: to start one is most of a test's time."""
     one = new_board()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(verl_checkpoint, "new_board", lambda: one)
+        patched.setattr(verl_calls, "new_board", lambda: one)
         yield
 
 
@@ -169,7 +169,7 @@ def test_a_rollout_that_fails_before_it_has_all(pool, monkeypatch):
     def lost(bucket):
         raise OSError("no memory")
 
-    monkeypatch.setattr(group.receivers[1], "_fetch", lost)
+    monkeypatch.setattr(group.receivers[1]._receiver, "fetch", lost)
     done = group.update(model(1), model(1))
     assert isinstance(done[3], OSError)
     for each in (done[2], done[4]):
@@ -177,6 +177,18 @@ def test_a_rollout_that_fails_before_it_has_all(pool, monkeypatch):
     assert group.got == [{}, {}, {}]
     monkeypatch.undo()
     assert group.succeeds(2)
+
+
+def test_nothing_is_handed_on_before_all_have_it(pool, monkeypatch):
+    group = Group(1, 2)
+
+    async def never(deadline):
+        raise SyncAbortedError("not all have it")
+
+    for receiver in group.receivers:
+        monkeypatch.setattr(receiver._receiver, "_until_all_have", never)
+    done = group.update(model(1))
+    assert all(isinstance(each, SyncAbortedError) for each in done[1:]) and group.got == [{}, {}]
 
 
 def test_bytes_that_are_wrong(pool, monkeypatch):
@@ -228,7 +240,7 @@ def test_an_update_that_a_newer_one_ends(pool):
 
 
 def test_a_board_that_died(pool, monkeypatch):
-    monkeypatch.setattr(verl_checkpoint, "new_board", new_board)
+    monkeypatch.setattr(verl_calls, "new_board", new_board)
     group = Group(1, 1)
     assert group.succeeds(1)
     ray.kill(group.senders[0]._topology.board)

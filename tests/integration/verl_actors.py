@@ -109,7 +109,7 @@ class Rollout(CheckpointEngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def die_at_first_fetch(self) -> None:
         """Has the process end when its first bucket comes, before it has anything of the new version."""
-        self.checkpoint_engine._fetch = lambda bucket: os._exit(1)
+        self.checkpoint_engine._receiver.fetch = lambda bucket: os._exit(1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def held(self) -> tuple[int | None, dict[str, torch.Tensor]]:
