@@ -84,6 +84,7 @@ def test_updates(cluster, group, tmp_path):
             ray.get(training.save.remote(str(tmp_path / mode)))
             assert program.ask("disk", str(tmp_path / mode), version) > 0
             assert program.ask("state") == [str(version), sums]
+            group.sync(mode="p2p")  # which knows nothing of what came from the disk
         ray.kill(training)
     finally:
         program.end()

@@ -53,11 +53,14 @@ class Live:
             assert self.server.generate(prompt, TOKENS) == expected, self.server.said()
 
     def sums(self, folder: Path) -> list[dict[str, str]]:
-        """Of what SGLang itself makes of the trainer's weights, from the disk. Has the weights loaded that it should have already."""
+        """Of what SGLang itself makes of the trainer's weights, from the disk. Has the weights loaded that it should have already, of which its
+        group then knows nothing."""
         before = self.engine.weight_version
         ray.get(self.training.save.remote(str(folder)))
         self.engine.update_from_disk(str(folder), int(before))
-        return self.engine.checksums()
+        sums = self.engine.checksums()
+        self.group.sync(mode="p2p")
+        return sums
 
 
 @pytest.fixture(scope="module", params=["dense", "moe"])
