@@ -101,6 +101,8 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench plan
 	$(BIN)/python -m bench delta
 	$(BIN)/python -m bench sync
+	$(BIN)/python -m bench serve
+	$(BIN)/python -m bench engine_update
 
 stress: $(STAMP) ## Kill processes at random, and find nothing wrong (SECONDS=60)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress both --seconds $(or $(SECONDS),60)
@@ -130,6 +132,6 @@ $(STAMP): pyproject.toml requirements-test.txt CMakeLists.txt native/CMakeLists.
 	touch $@
 
 $(BENCH_STAMP): $(STAMP) requirements-bench.txt
-	@sh scripts/debian-packages.sh $(PYTHON) iperf3=iperf3
+	@sh scripts/debian-packages.sh $(PYTHON) iperf3=iperf3 nginx=nginx
 	$(BIN)/python -m pip install -q --no-deps -r requirements-bench.txt
 	touch $@

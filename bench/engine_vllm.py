@@ -107,7 +107,7 @@ def subjects(python: str, folder: Path, address: str) -> Iterator[dict[str, Call
     try:
         server.ready()
         ray.get(trainer.connect.remote(server.url, free_port()))
-        VLLMEngine(url=server.url).attach(group.name, "vllm", address=address)
+        VLLMEngine(server.url).attach(group, "vllm", address=address)
         group.sync()
         yield {
             "pool": lambda: ours("p2p"),

@@ -53,11 +53,15 @@ class Joining:
 
         Raises:
             SyncTimeoutError: not done in time.
-            ConfigError: there is no Ray cluster at that address.
+            ConfigError: there is no Ray cluster at that address, or this process is connected to another.
             What `adapter` raises.
         """
         end = time.monotonic() + self.timeout_s
-        if not ray.is_initialized():
+        if ray.is_initialized():
+            here = ray.get_runtime_context().gcs_address
+            if self.address not in ("auto", here):
+                raise ConfigError(f"this process is connected to the Ray cluster at {here}, and cannot be to that at {self.address}")
+        else:
             try:
                 ray.init(address=self.address, log_to_driver=False, configure_logging=False)
             except ConnectionError as e:

@@ -22,6 +22,7 @@ _TEXT = {
     409: "There is this version, or a newer one, already",
     422: "The request is not as it must be",
     500: "What is on the disk is damaged",
+    507: "The disk is full; from the data port",
     504: "It was not done in time",
     503: "Too much is going on: come again after `Retry-After` seconds",
 }

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from mooncake_ray.errors import MooncakeRayError
-from mooncake_ray.serve import health, overview, page, pins, publishing, versions, watching
+from mooncake_ray.serve import health, hub, overview, page, pins, publishing, versions, watching
 from mooncake_ray.serve.lookout import Lookout
 from mooncake_ray.serve.problems import MEDIA_TYPE, Problem, of_error
 
@@ -22,7 +22,7 @@ __all__ = ["build_app"]
 
 logger = logging.getLogger("mooncake_ray")
 
-ROUTERS = (health.router, versions.router, pins.router, watching.router, publishing.router, overview.router, page.router)
+ROUTERS = (health.router, versions.router, pins.router, watching.router, publishing.router, hub.router, overview.router, page.router)
 """What the application is made of. A further part of it is a module with a router; its handlers find the desk as `request.app.state.desk`."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -99,7 +100,8 @@ class Caller:
                 raise
             except (Again, OSError, http.client.HTTPException) as e:
                 why = str(e) or type(e).__name__
-                pause = min(getattr(e, "after_s", None) or pauses.next(), _LONGEST_PAUSE_S)
+                # Not all at the same moment, where many were told the same.
+                pause = min(getattr(e, "after_s", None) or pauses.next(), _LONGEST_PAUSE_S) * random.uniform(1.0, 1.5)
             if time.monotonic() + pause >= until:
                 raise SyncTimeoutError(f"{what}: not done within {max(0.0, until - begin):.3g} s: {why}")
             time.sleep(pause)
@@ -145,7 +147,7 @@ def error_of(status: int, headers: Any, said: bytes, what: str) -> Exception:
     except (ValueError, TypeError, KeyError):
         problem, why = {}, said[:200].decode(errors="replace")
     text = f"{what}: {status}: {why}"
-    if status in (408, 425, 429) or (status >= 500 and not str(problem.get("type", "")).endswith(":damaged")):
+    if status in (408, 425, 429) or (status >= 500 and status != 507 and not str(problem.get("type", "")).endswith(":damaged")):
         after = str(headers.get("Retry-After", ""))
         return Again(text, float(after) if after.isascii() and after.isdigit() else None)
     if status == 404:

@@ -22,6 +22,7 @@ import torch
 from mooncake_ray.errors import ChecksumError, ConfigError, MooncakeRayError, SnapshotNotFoundError, SyncTimeoutError
 from mooncake_ray.serve.caller import Caller, connect, error_of, quoted
 from mooncake_ray.serve.download import Download
+from mooncake_ray.serve.log_directory import LogDirectory
 from mooncake_ray.serve.ranged import RangeReader
 from mooncake_ray.weights.digest import content_digest
 from mooncake_ray.weights.manifest import few
@@ -137,8 +138,11 @@ class WeightClient:
         """Of a replica, whichever answers."""
         return self._get("health")
 
-    def wait(self, after: int = -1, *, timeout_s: float | None = None) -> int:
-        """Waits for a version that is newer than `after`; returns the newest one, whole or as deltas.
+    def wait(self, after: int = -1, *, whole: bool = True, timeout_s: float | None = None) -> int:
+        """Waits for a version that is newer than `after`; returns the newest one.
+
+        Args:
+            whole: One that can be read as it is; else also one that only deltas lead to.
 
         Raises:
             SyncTimeoutError: there was none in time.
@@ -147,7 +151,11 @@ class WeightClient:
         while (left := until - time.monotonic()) > 0:
             ask = min(left, _LONGEST_POLL_S)
             answer = self._caller.call(
-                "GET", f"next?after={after}&timeout_s={ask:.3f}", until=until + 1, idle_s=ask + self._caller.idle_s, ok=(200, 204)
+                "GET",
+                f"next?after={after}&timeout_s={ask:.3f}&what={'whole' if whole else 'any'}",
+                until=until + 1,
+                idle_s=ask + self._caller.idle_s,
+                ok=(200, 204),
             )
             if answer.status == 200:
                 return int(answer.json()["version"])
@@ -238,6 +246,10 @@ class WeightClient:
             for name in sorted(wanted, key=lambda n: known[n]["begin"]):
                 out[name] = _read(reader, known[name], until)
         return {name: out[name] for name in wanted}
+
+    def deltas(self, *, timeout_s: float | None = None) -> LogDirectory:
+        """What a `DeltaReader` takes for its place: `DeltaReader(client.deltas(), shard)`. `timeout_s`: for each read."""
+        return LogDirectory(self._caller, self.timeout_s if timeout_s is None else timeout_s)
 
     # ---- publishing
 

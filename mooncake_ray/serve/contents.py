@@ -54,7 +54,7 @@ class Volume:
         self.snapshot, self._directory = snapshot, files
         self.version, self.manifest = snapshot.version, snapshot.manifest
         path = snapshot.path / MANIFEST
-        self.tag = hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+        self.tag = hashlib.sha256(path.read_bytes()).hexdigest()[:40]
         self._numbers: dict[str, list[int]] = {m.name: [] for m in self.manifest.metas}
         for number, (_, meta, _) in enumerate(snapshot.regions):
             self._numbers[meta.name].append(number)
@@ -186,7 +186,7 @@ class Volume:
 def on_disk(path: Path) -> Content:
     """A file that is there as it is."""
     stat = path.stat()
-    tag = hashlib.sha256(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:32]
+    tag = hashlib.sha256(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:40]
     return Content([FileSpan(str(path), 0, stat.st_size)], media_type=_type_of(path.name), etag=f'"{tag}"')
 
 

@@ -16,7 +16,7 @@ from mooncake_ray.errors import SnapshotNotFoundError
 from mooncake_ray.serve.catalog import Entry, listing
 from mooncake_ray.serve.contents import Volume, on_disk
 from mooncake_ray.serve.leases import Leases
-from mooncake_ray.serve.port import Port
+from mooncake_ray.serve.port import Port, listen
 from mooncake_ray.serve.problems import Problem
 from mooncake_ray.serve.settings import Settings
 from mooncake_ray.serve.shelf import Shelf
@@ -45,12 +45,12 @@ class Desk:
     def __init__(self, settings: Settings, *, host: str = "127.0.0.1", name: str = "", keeper: Any = None) -> None:
         """
         Args:
-            host: What clients reach the data port by.
+            host: The node's address.
             name: Of the replica, for people.
             keeper: Handle of what stores versions of a group.
 
         Raises:
-            OSError: the data port is taken.
+            OSError: the data port is taken, or cannot be listened on.
         """
         self.settings, self.host, self.name, self.keeper = settings, settings.host or host, name, keeper
         self.store = SnapshotStore(settings.store, keep=settings.keep or _ALL)
@@ -60,7 +60,8 @@ class Desk:
         """Of the coroutines that answer."""
         self._signer = Signer()
         turnstile = Turnstile(settings.max_transfers, settings.max_waiting, settings.wait_s)
-        self.port = Port(self._find, self._receive, self._signer, turnstile, port=settings.port, idle_s=settings.idle_s)
+        listener = listen([settings.listen] if settings.listen else [self.host, host], settings.port)
+        self.port = Port(self._find, self._receive, self._signer, turnstile, listener, idle_s=settings.idle_s)
         self._end = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="mooncake_ray.serve-desk", daemon=True)
         self._sweeper.start()

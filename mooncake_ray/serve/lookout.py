@@ -76,6 +76,7 @@ class Lookout:
     def __init__(self, desk: Callable[[], Desk], clock: Callable[[], float] = time.monotonic) -> None:
         """`desk`: the one that the replica has now."""
         self._desk, self._clock, self._name = desk, clock, desk().settings.group
+        self._found: WeightSyncGroup | None = None
         self._sizes: dict[tuple[int, int], int] = {}  # bytes, by version and when it was made
         self._group: Part[GroupStatus | None] = Part("group", self._status, None, clock)
         self._store: Part[list[StoredVersion]] = Part("store", self._stored, [], clock)
@@ -104,7 +105,10 @@ class Lookout:
         return assemble(time.time(), self._desk().name, self._name, *values, shortfalls)
 
     def _status(self) -> GroupStatus:
-        return WeightSyncGroup.find(self._name or "").status(timeout_s=_ANSWER_S)
+        found, self._found = self._found or WeightSyncGroup.find(self._name or ""), None
+        status = found.status(timeout_s=_ANSWER_S)
+        self._found = found  # until it fails: there may be another of that name then
+        return status
 
     def _stored(self) -> list[StoredVersion]:
         desk, now = self._desk(), time.time()

@@ -6,6 +6,7 @@ A thread for each connection: it does next to nothing in Python, and the kernel 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -23,7 +24,7 @@ from mooncake_ray.serve.spans import Content, FileSpan, Held, Span
 from mooncake_ray.serve.turnstile import Turnstile
 from mooncake_ray.serve.wire import Connection, Request, answer_head
 
-__all__ = ["Port"]
+__all__ = ["Port", "listen"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -46,9 +47,8 @@ class Port:
         receive: Receive,
         signer: Signer,
         turnstile: Turnstile,
+        listener: socket.socket,
         *,
-        host: str = "0.0.0.0",
-        port: int = 0,
         idle_s: float = 30.0,
     ) -> None:
         """
@@ -56,11 +56,8 @@ class Port:
             find: What a path (not quoted) is; good within the `with` block. Raises Problem or MooncakeRayError.
             receive: Takes the body of a PUT to a path, and returns status and JSON to answer with.
             turnstile: How many transfers there are at a time.
-            host: To listen on.
+            listener: See `listen`. Closed with the port.
             idle_s: How long a client may neither take nor send anything.
-
-        Raises:
-            OSError: the port is taken.
         """
         self._find, self._receive, self._signer, self.turnstile, self._idle_s = find, receive, signer, turnstile, idle_s
         self._most = turnstile.limit + turnstile.most_waiting + _SPARE_CONNECTIONS
@@ -68,7 +65,7 @@ class Port:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
-        self._listener = socket.create_server((host, port), backlog=_BACKLOG)
+        self._listener = listener
         self.number: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="mooncake_ray.serve-port", daemon=True)
         self._thread.start()
@@ -222,6 +219,18 @@ class Port:
                         sock.sendall(part)
                 with self._lock:
                     self.sent_bytes += span.nbytes
+
+
+def listen(hosts: Sequence[str], port: int) -> socket.socket:
+    """Listens on the first of some hosts that is this machine's. Raises OSError: none is, or the port is taken."""
+    for left, host in zip(reversed(range(len(hosts))), hosts, strict=True):
+        try:
+            (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        except OSError as e:
+            if not left or (not isinstance(e, socket.gaierror) and e.errno != errno.EADDRNOTAVAIL):
+                raise
+    raise ValueError("no host to listen on")
 
 
 def _send_file(sock: socket.socket, file: int, span: FileSpan) -> None:

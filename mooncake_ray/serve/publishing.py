@@ -52,7 +52,12 @@ async def store(desk: TheDesk, what: schema.FromGroup) -> schema.Newest:
 
 
 @router.put(
-    "/versions/{version}", status_code=307, response_model=None, response_class=RedirectResponse, openapi_extra=_BODY, responses=_MOVED
+    "/versions/{version}",
+    status_code=307,
+    response_model=None,
+    response_class=RedirectResponse,
+    openapi_extra=_BODY,
+    responses=_MOVED | problems(507),
 )
 def publish(desk: TheDesk, version: Number) -> Response:
     """Stores what follows as a version, which must be newer than all that are there. The body goes to the data port, where the answer sends

@@ -47,16 +47,22 @@ class RangeReader:
             SnapshotNotFoundError: it is not there any more.
             SnapshotError: it is other content.
             PeerRefusedError: this reader may not read it.
+            What the sink raises.
         """
         at = begin
 
-        def on() -> None:
+        def on() -> Exception | None:
+            """Returns what the sink has raised: that is no matter of the connection."""
             nonlocal at
             while at < end:
                 was = at
                 try:
                     for piece in self._pieces(at, end, until):
-                        sink(at, piece)
+                        try:
+                            sink(at, piece)
+                        except Exception as e:
+                            self.close()  # with what is left of the answer
+                            return e
                         at += len(piece)
                 except MooncakeRayError:
                     raise
@@ -65,9 +71,12 @@ class RangeReader:
                     self._forget()
                     if at == was:  # else there is progress: at once again
                         raise
+            return None
 
         if begin < end:
-            self._caller.patiently(on, until, f"bytes {begin} to {end} of {self._caller.url}/v1/{self._path}")
+            error = self._caller.patiently(on, until, f"bytes {begin} to {end} of {self._caller.url}/v1/{self._path}")
+            if error is not None:
+                raise error
 
     def _pieces(self, begin: int, end: int, until: float) -> Iterator[memoryview]:
         left = until - time.monotonic()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Path
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
     "Delta",
@@ -13,6 +13,9 @@ __all__ = [
     "File",
     "FromGroup",
     "Health",
+    "HubEntry",
+    "HubFile",
+    "HubModel",
     "Lease",
     "Leases",
     "Manifest",
@@ -30,6 +33,12 @@ __all__ = [
     "VersionPath",
     "Versions",
 ]
+
+
+def _whole(value: Any) -> Any:
+    """3.0 is an integer in JSON, and true is none."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
 
 VersionNumber = Annotated[int, Field(ge=0, le=10**15)]
 VersionPath = Annotated[str, Path(pattern=r"^(latest|[0-9]{1,15})$", description="A number, or `latest`", examples=["latest"])]
@@ -167,7 +176,7 @@ class FromGroup(BaseModel):
     """A wish that a group's version is stored."""
 
     model_config = ConfigDict(extra="forbid")
-    version: Annotated[int, Field(ge=0, le=10**15, strict=True)] | None = None
+    version: Annotated[int, Field(ge=0, le=10**15, strict=True), BeforeValidator(_whole)] | None = None
     """That the group must be at; None: whichever it is at."""
 
 
@@ -205,6 +214,30 @@ class Stored(BaseModel):
     version: int
     nbytes: int
     tensors: int
+
+
+class HubFile(BaseModel):
+    """A file, as the hub has it."""
+
+    rfilename: str
+
+
+class HubEntry(BaseModel):
+    """A file in a list of them, as the hub has it."""
+
+    type: Literal["file"]
+    path: str
+    size: int
+    oid: str
+
+
+class HubModel(BaseModel):
+    """A version, as the hub has it."""
+
+    id: str
+    sha: str
+    """The version's tag."""
+    siblings: list[HubFile]
 
 
 class Transfers(BaseModel):

@@ -33,6 +33,8 @@ class Settings:
     but by whoever else writes versions."""
     host: str | None = None
     """What clients reach a replica's data port by; None: the node's address in Ray."""
+    listen: str | None = None
+    """Address that the data port listens on; None: what `host` says, if that is one of this machine's, else the node's address in Ray."""
     port: int = 0
     """Of the data port; 0: any free one. One replica a node if it is not."""
     max_transfers: int = 64

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import hashlib
 import mmap
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from mooncake_ray.errors import CorruptBlockError
+from mooncake_ray.errors import CorruptBlockError, MooncakeRayError
 from mooncake_ray.serve.contents import FILES
 from mooncake_ray.serve.problems import Problem
 from mooncake_ray.serve.wire import Connection, Request
@@ -49,8 +52,12 @@ def receive(store: SnapshotStore, version: int, request: Request, connection: Co
     store.refuse_stale(version)
     if request.headers.get("expect", "").lower() == "100-continue":
         connection.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-    store.directory.mkdir(parents=True, exist_ok=True)
+    with _disk(store):
+        store.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=store.directory) as file:
+        with _disk(store):
+            if nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
         _fill(file.fileno(), nbytes, connection, request.headers.get("content-digest"))
         try:
             entries, metadata = _checked(file.fileno(), nbytes)
@@ -61,9 +68,22 @@ def receive(store: SnapshotStore, version: int, request: Request, connection: Co
     tensors = {entry.key: _tensor(mapped, entry, at) for entry, at in entries}
     files = {m[1]: text for name, text in metadata.items() if (m := _FILE.match(name))}
     rest = {name: text for name, text in metadata.items() if not _FILE.match(name)}
-    store.save(version, StateDictSource(tensors), extra={"metadata": rest, FILES: files})
+    with _disk(store):
+        store.save(version, StateDictSource(tensors), extra={"metadata": rest, FILES: files})
     with store.open(version) as snapshot:
         return snapshot.manifest
+
+
+@contextmanager
+def _disk(store: SnapshotStore) -> Iterator[None]:
+    """Errors of the disk are no matter of the connection, and the client is told."""
+    try:
+        yield
+    except MooncakeRayError:
+        raise
+    except OSError as e:
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise Problem(507 if full else 500, "disk", f"{store.directory}: {e.strerror or e}") from e
 
 
 def _fill(file: int, nbytes: int, connection: Connection, digest: str | None) -> None:

@@ -13,12 +13,12 @@ from mooncake_ray.serve import schema
 from mooncake_ray.serve.access import TheDesk, may_read, problems
 from mooncake_ray.serve.contents import Volume
 
-__all__ = ["router"]
+__all__ = ["ELSEWHERE", "FileName", "router"]
 
 router = APIRouter(prefix="/v1", dependencies=[Depends(may_read)], responses=problems(401, 403, 422, 500, 503))
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
-_ELSEWHERE: dict[int | str, dict[str, Any]] = {
+ELSEWHERE: dict[int | str, dict[str, Any]] = {
     200: {"description": "All of it, from the data port", "content": {"*/*": _BINARY}},
     206: {"description": "The range that was asked for, from the data port", "content": {"*/*": _BINARY}},
     307: {
@@ -97,7 +97,7 @@ def _redirect(address: str) -> Response:
     status_code=307,
     response_model=None,
     response_class=RedirectResponse,
-    responses=_ELSEWHERE | problems(404),
+    responses=ELSEWHERE | problems(404),
 )
 def file(desk: TheDesk, version: schema.VersionPath, name: FileName) -> Response:
     """A file of a version: `model.safetensors` with all tensors, or one of those beside it."""
@@ -113,7 +113,7 @@ def file(desk: TheDesk, version: schema.VersionPath, name: FileName) -> Response
     status_code=307,
     response_model=None,
     response_class=RedirectResponse,
-    responses=_ELSEWHERE | problems(404),
+    responses=ELSEWHERE | problems(404),
 )
 def tensor(desk: TheDesk, version: schema.VersionPath, name: TensorName) -> Response:
     """A tensor's bytes, in C order."""
@@ -150,7 +150,7 @@ def deltas(
     status_code=307,
     response_model=None,
     response_class=RedirectResponse,
-    responses=_ELSEWHERE | problems(404),
+    responses=ELSEWHERE | problems(404),
 )
 def log(desk: TheDesk, path: LogPath) -> Response:
     """The files of a log of deltas, as they are: `/v1/log` is what a `DeltaReader` takes for its place."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+from mooncake_ray.sync.messages import Contents
 from mooncake_ray.sync.report import Departed, EngineStatus, GroupStatus, Outcome, Phase, SyncReport, Update, VersionStatus
 from mooncake_ray.sync.roster import Roster, Unit
-from mooncake_ray.sync.versions import Versions
+from mooncake_ray.sync.versions import Edition, Versions
 
 __all__ = ["Chronicle"]
 
@@ -61,6 +63,15 @@ class Chronicle:
         if phase == "staging":
             self._staging = self._clock()
 
+    def writing(self, edition: Edition) -> None:
+        """A version is being published: it is once all of it is written."""
+
+        def written(contents: asyncio.Future[Contents]) -> None:
+            if _is_written(contents):
+                self.published(edition.manifest.version, edition.manifest.nbytes)
+
+        edition.contents.add_done_callback(written)
+
     def published(self, version: int, nbytes: int) -> None:
         """All of a version is written."""
         self._published.setdefault(version, (self._clock(), nbytes))
@@ -91,8 +102,8 @@ class Chronicle:
             moved_bytes, total_bytes: Of what is staged, or was last.
         """
         now, trainers = self._clock(), roster.trainers
-        kept = {v: e.manifest.nbytes for v, e in versions.editions.items() if e.contents.done()}
-        newest = max(versions.editions, default=-1)
+        kept = {v: e.manifest.nbytes for v, e in versions.editions.items() if _is_written(e.contents)}
+        newest = max(kept, default=-1)
         return GroupStatus(
             version=versions.current,
             published=newest,
@@ -126,7 +137,7 @@ class Chronicle:
         return tuple(told[v] for v in sorted(told, reverse=True))
 
     def _engine(self, now: float, unit: Unit, newest: int, heard: float) -> EngineStatus:
-        """`newest`: the newest version that is published. `heard`: when the rank was heard of that was not for the longest time."""
+        """`newest`: the newest version all of which is published. `heard`: when the rank was heard of that was not for the longest time."""
         version, since = self._served.get(unit.name, (-1, None))
         newer = [at for v, (at, _) in self._published.items() if v > unit.version]
         behind = max(len(newer), int(newest > unit.version))
@@ -141,6 +152,10 @@ class Chronicle:
             0.0 if not behind else now - min(newer) if newer else None,
             now - heard,
         )
+
+
+def _is_written(contents: asyncio.Future[Contents]) -> bool:
+    return contents.done() and not contents.cancelled() and contents.exception() is None
 
 
 def _hosts(unit: Unit) -> tuple[str, ...]:

@@ -268,9 +268,10 @@ class Coordinator:
         """Has the trainers begin to."""
         trainers = await self._trainers(deadline, f"version {version}")
         self._chronicle.enter("publishing")
-        self._versions.editions[version] = await self._courier.publish(
+        edition = self._versions.editions[version] = await self._courier.publish(
             version, operation, trainers, self._versions.next_epoch(), self._choice.wants_deltas(mode), deadline
         )
+        self._chronicle.writing(edition)
 
     async def _trainers(self, deadline: Deadline, what: str) -> Unit:
         """All of them."""
@@ -281,13 +282,11 @@ class Coordinator:
 
     async def _written(self, version: int) -> None:
         """Once all of it is published. If it could not be, there is no such version."""
-        edition = self._versions.editions[version]
         try:
-            await edition.contents
+            await self._versions.editions[version].contents
         except BaseException:
             del self._versions.editions[version]
             raise
-        self._chronicle.published(version, edition.manifest.nbytes)
         await self._notify()
 
     async def _deliver(self, version: int, report: SyncReport, deadline: Deadline, only: Sequence[str] | None = None) -> None:

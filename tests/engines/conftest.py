@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_ray.testing import Allowed
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
@@ -47,7 +45,5 @@ def cluster() -> Iterator[str]:
 
 
 @pytest.fixture
-def leaks_allowed() -> Allowed:
-    """Trainers, engines and what these have published outlive a test."""
-    descriptors = ("socket:*", "anon_inode:*", "pipe:*", "/*")
-    return Allowed(threads=("*",), descriptors=descriptors, maps=("r?-s",), processes=("*",), pool_bytes=1 << 30)
+def no_leaks() -> None:
+    """Trainers, engines and what these have published outlive a test, and engines that are killed leave memory of their own behind."""

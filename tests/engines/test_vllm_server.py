@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from training import Training, made, save
 from vllm_server import Server
 
 import mooncake_ray
-from mooncake_ray.engines.http import HTTPStatusError
+from mooncake_ray.engines.http import HTTPStatusError, JSONClient
 from mooncake_ray.engines.vllm import VLLMEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, SyncAbortedError, WeightSyncError
 
@@ -30,22 +33,21 @@ class Live:
     engine: VLLMEngine
     group: mooncake_ray.WeightSyncGroup
     training: object
-    address: str
     tp: int
 
     def restart(self, folder: Path) -> None:
         """A new server, which knows nothing of the one before, serving what is in the folder."""
         self.server = Server(python_of("vllm"), folder, self.server.log.with_suffix(".again.log"), tp=self.tp).ready()
-        self.engine = VLLMEngine(url=self.server.url)
+        self.engine = VLLMEngine(self.server.url)
 
     def attach(self) -> None:
-        self.engine.attach(self.group.name, "vllm", address=self.address)
+        self.engine.attach(self.group, "vllm")
 
     def agrees(self, version: int | str) -> None:
         """It computes what transformers does with the trainer's weights, and says which version that is."""
         for prompt, expected in ray.get(self.training.clear.remote(3, TOKENS)):
             assert self.server.generate(prompt, TOKENS) == expected, self.server.said()
-        assert self.engine.weight_version() == str(version)
+        assert self.engine.weight_version == str(version)
 
 
 @pytest.fixture(scope="module", params=["dense", "moe"])
@@ -59,7 +61,7 @@ def live(request, cluster, tmp_path_factory):
     group = mooncake_ray.WeightSyncGroup(f"vllm-{kind}", liveness_s=6.0)
     training = Training.remote(kind)
     ray.get(training.join.remote(group))
-    live = Live(kind, folder, server, VLLMEngine(url=server.url), group, training, cluster, tp)
+    live = Live(kind, folder, server, VLLMEngine(server.url), group, training, tp)
     try:
         server.ready()
         live.attach()
@@ -89,19 +91,32 @@ def test_modes(live, mode):
 
 
 def test_requests_that_run_go_on_and_nothing_old_is_used_for_new_ones(live):
-    live.group.sync()
+    before = live.group.sync().version
     ray.get(live.training.step.remote(0.2))
     prompt = list(range(1, 101))  # three blocks of the prefix cache
     old = live.server.generate(prompt, 8)
     ended = []
-    running = threading.Thread(target=lambda: ended.append(live.server.generate([5, 6, 7], 200)))
+    running = threading.Thread(target=lambda: ended.append(live.server.spans([5, 6, 7], 200)))
     running.start()
     version = live.group.sync(mode="p2p").version
     running.join(120)
-    assert len(ended[0]) == 200
+    first, *more = ended[0]
+    assert first[:2] == (str(before), 0) or first == (str(version), 0, 200)
+    assert [at for _, at, _ in more] == [to for _, _, to in ended[0][:-1]] and ended[0][-1][2] == 200
+    assert {v for v, _, _ in ended[0]} <= {str(before), str(version)} and len(ended[0]) <= 2
     assert len(old) == 8  # its prefix was cached
     assert live.server.generate(prompt, 8) == live.server.complete(prompt, 8, cache_salt="another")["token_ids"]
     live.agrees(version)
+
+
+def test_the_example(live):
+    """Also: a server goes from one cluster to another."""
+    command = [sys.executable, str(ROOT / "examples" / "vllm_live_update.py"), str(live.folder), live.server.url]
+    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:] + live.server.said()
+    assert done.stdout.count("; version ") == 3 and done.stdout.count(" of version ") >= 3
+    live.attach()
+    live.agrees(live.group.sync().version)
 
 
 def test_pause_and_resume(live):
@@ -118,16 +133,22 @@ def test_pause_and_resume(live):
 
 def test_errors_say_what_is_wrong(live):
     with pytest.raises(ConfigError, match="http://host:port"):
-        VLLMEngine(url="localhost")
+        VLLMEngine("localhost")
     with pytest.raises(ConfigError, match="no actor 'nobody'"):
         VLLMEngine(actor="nobody")
     with pytest.raises(WeightSyncError, match="Connection refused"):
-        VLLMEngine(url="http://127.0.0.1:9").weight_version()
-    with pytest.raises(HTTPStatusError, match="unexpected keyword argument 'colour'"):
-        live.engine.attach(live.group.name, "vllm", address=live.address, colour="blue")
-    with pytest.raises(HTTPStatusError, match="there is no group 'nobody'"):
-        live.engine.attach("nobody", "vllm", address=live.address, timeout_s=1.0)
+        _ = VLLMEngine("http://127.0.0.1:9").weight_version
+    with pytest.raises(ValueError, match="nobody"):
+        live.engine.attach("nobody", "vllm")
+    server = JSONClient(live.server.url)
+    for info, why in (
+        ({"colour": "blue"}, "unexpected keyword argument 'colour'"),
+        ({"group": "nobody", "timeout_s": 1.0}, "no group 'nobody'"),
+    ):
+        with pytest.raises(HTTPStatusError, match=why):
+            server.post("init_weight_transfer_engine", {"init_info": info}, timeout_s=60)
     live.attach()
+    live.agrees(live.group.sync().version)
 
 
 def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_path):

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 class Held:
     environment: ClassVar[dict[str, str]] = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
-    def __init__(self, folder: str, executor: str) -> None:
-        self._folder, self._executor = folder, executor
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
         self._llm: Any = None
 
     async def ready(self) -> bool:
@@ -25,7 +25,7 @@ class Held:
                 max_model_len=128,
                 dtype="bfloat16",
                 max_num_seqs=4,
-                distributed_executor_backend=self._executor,
+                distributed_executor_backend="mp",
                 weight_transfer_config=WeightTransferConfig(backend="mooncake_ray"),
             )
         )

@@ -19,6 +19,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import ModuleSource, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from mooncake_ray.engines.vllm import renewal
 from mooncake_ray.engines.vllm.trainer import MooncakeTrainerInitInfo
 
 TOKENS = 4
@@ -75,7 +76,9 @@ def main(address: str, folder: str, kind: str) -> None:
     )
     ray.init(address=address, log_to_driver=False)
     client = Client(llm)
-    source = ModuleSource(trained.module) if kind == "module" else Listed(trained.module)
+    source = Listed(trained.module) if kind == "listed" else ModuleSource(trained.module)
+    if kind == "reloaded":  # as on devices, and for layers of other kinds
+        renewal._can_be_shadowed = lambda layer: False
     info = MooncakeTrainerInitInfo(rank=0, group=f"llm-{kind}", timeout_s=120.0)
     trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, detokenize=False, ignore_eos=True)

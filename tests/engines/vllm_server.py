@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mooncake_ray.engines.http import JSONClient
+
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -54,7 +56,7 @@ class Server:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", *(w for o in options.items() for w in o)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, "--skip-tokenizer-init", "--enforce-eager", *more],
+                [*command, "--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", *more],
                 env={**os.environ, **ENVIRONMENT, **bind, **(environment or {})},
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -89,6 +91,12 @@ class Server:
 
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
         return self.complete(prompt, tokens)["token_ids"]
+
+    def spans(self, prompt: list[int], tokens: int) -> list[tuple[str, int, int]]:
+        """Which versions made which tokens: version, from, to."""
+        how = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "detokenize": False}
+        answer = JSONClient(self.url).post("inference/v1/generate", {"token_ids": prompt, "sampling_params": how}, timeout_s=300)
+        return [(s["version"], s["start"], s["end"]) for s in answer["choices"][0]["weight_versions"]]
 
     def pids(self, word: str) -> list[int]:
         """Of its processes that have a word in their name or command, as vLLM titles them."""

@@ -1,5 +1,5 @@
 """The loaders of real engines, where there are any: `MOONCAKE_VLLM_PYTHON` and `MOONCAKE_SGLANG_PYTHON` name a Python that has the engine, and
-torch for CPUs. What else it needs to be imported may be named by PYTHONPATH."""
+torch for CPUs. `make test-engines` sees to them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ PYTHONS = {
     name: os.environ.get(f"MOONCAKE_{name.upper()}_PYTHON") or (sys.executable if importlib.util.find_spec(name) else "")
     for name in ("vllm", "sglang")
 }
+STAND_INS = {"sglang": [str(ROOT / "tests" / "engines" / "stubs_sglang")]}  # for kernels that there are none of for CPUs
 SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 DEEPSEEK = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_shared_experts": 1}
 
@@ -93,7 +94,7 @@ def test_real_loaders(engine, kind, tmp_path):
     program = str(Path(__file__).parent / f"{engine}_loader_program.py")
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *STAND_INS.get(engine, ()), os.environ.get("PYTHONPATH")])),
         "VLLM_DIST_IDENT": f"mooncake-{port}",
     }
     logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]

@@ -35,6 +35,13 @@ URL = "http://127.0.0.1:8099"
 COMMAND = str(Path(sys.executable).with_name("mooncake-ray"))
 
 
+FROM_HUB = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained("any/name", revision="1", dtype=torch.bfloat16).save_pretrained(sys.argv[1])
+"""
+
+
 @pytest.fixture
 def leaks_allowed():
     """Serve keeps its controller and proxy, and this process its threads to them, until Ray ends."""
@@ -89,7 +96,7 @@ def generated(folder, made):
     return torch.equal(ours, theirs) and all(torch.equal(a, b) for a, b in zip(made.parameters(), loaded.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("how", ["urllib", "curl", "client", "command"])
+@pytest.mark.parametrize("how", ["urllib", "curl", "client", "command", "hub"])
 def test_transformers_loads_what_was_fetched(endpoint, qwen, tmp_path, how):
     names = [f["name"] for f in json.load(urllib.request.urlopen(f"{URL}/v1/versions/latest", timeout=60))["files"]]
     assert names == ["model.safetensors", "config.json", "generation_config.json"]
@@ -98,6 +105,10 @@ def test_transformers_loads_what_was_fetched(endpoint, qwen, tmp_path, how):
     elif how == "command":
         done = subprocess.run([COMMAND, "pull", URL, tmp_path], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and done.stdout.startswith("version 1: 3 files"), done.stdout + done.stderr
+    elif how == "hub":
+        env = os.environ | {"HF_ENDPOINT": f"{URL}/hub", "HF_HOME": str(tmp_path / "cache"), "NO_PROXY": "*"}
+        done = subprocess.run([sys.executable, "-c", FROM_HUB, tmp_path], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
     elif how == "curl" and shutil.which("curl") is None:
         pytest.skip("there is no curl here")
     else:

@@ -32,10 +32,11 @@ PICTURE = Path(__file__).parents[2] / "build" / "status-page.png"
 DASH = "\N{EN DASH}"
 EVIL = '<img src=x onerror="window.hurt=1"><script>window.hurt=1'
 ENGINES = ("e0", "e1", EVIL)
+RECEIVERS = {*ENGINES, "endpoint"}  # which is one itself, so that it can store what the group has
 
 
 class Stage:
-    """A group with a trainer and three engines, a store with a pinned version, and an endpoint over both."""
+    """A group with a trainer and three engines (and a fourth, the endpoint), a store with a pinned version, and an endpoint over both."""
 
     def __init__(self, folder: Path) -> None:
         self.group = WeightSyncGroup(f"page-{uuid.uuid4().hex[:8]}", mode="p2p")
@@ -60,9 +61,10 @@ class Stage:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/weights"
 
-    def get(self, path: str):
+    def get(self, path: str, data: bytes | None = None):
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.url + path, timeout=60) as answer:
+        with opener.open(request, timeout=60) as answer:
             return answer.headers, answer.read()
 
     def close(self) -> None:
@@ -86,22 +88,22 @@ def page(stage) -> Page:
 
 
 def test_what_there_is_can_be_seen(stage, page):
-    page.until("document.querySelectorAll('#receivers tbody tr').length === 3")
+    page.until("document.getElementById('receivers-sum').innerText === '4 of 4 serve the newest version'")
     assert page.js("location.pathname") == "/weights/status"
     assert page.text("h1") == stage.group.name
     assert {e: page.text(f"#{e}") for e in ("version", "published", "staleness", "trainers")} == {
         "version": "0", "published": "0", "staleness": "none", "trainers": "1 of 1",
     }  # fmt: skip
     receivers = {row[0]: row for row in page.rows("receivers")}
-    assert set(receivers) == set(ENGINES)
+    assert set(receivers) == RECEIVERS
     host = ray.util.get_node_ip_address()
     for row in receivers.values():
         assert row[1:5] == ["● serving", "0", "0", DASH] and re.fullmatch(r"[\d.]+ s|\d+ m \d\d s", row[5]) and row[6:] == ["1", host]
-    assert page.text("#receivers-sum") == "3 of 3 serve the newest version"
     (version,) = page.rows("versions")
-    assert version[0] == "0" and version[3:] == ["pool, store", "3", "0", "best"] and version[1].startswith("1.0 MiB")
-    (outcome,) = page.rows("outcomes")
-    assert outcome[1:4] == ["0", "sync", "p2p"] and outcome[7:] == ["3", "✓ done"]
+    assert version[0] == "0" and version[3:] == ["pool, store", "4", "0", "best"] and version[1].startswith("1.0 MiB")
+    late, first = page.rows("outcomes")
+    assert late[1:4] == ["0", "catch up", "p2p"] and late[7:] == ["1", "✓ done"], "the endpoint came last"
+    assert first[1:4] == ["0", "sync", "p2p"] and first[7:] == ["3", "✓ done"]
     assert page.text("#transfers-none") == "None is under way."
     (told,) = json.loads(stage.get("/v1/overview")[1])["nodes"]
     assert told["capacity_bytes"] == 256 << 20 and told["used_bytes"] > 0 and told["processes"] >= 4
@@ -132,7 +134,7 @@ def test_an_update_is_seen_while_it_is_under_way_and_after_it(stage, page):
         ref = stage.group.async_sync(timeout_s=150)
         page.until("document.querySelector('#transfers tbody tr')?.cells[2].innerText === 'staging'")
         (row,) = page.rows("transfers")
-        assert row[:3] == ["1", "sync, p2p", "staging"] and row[7] == ", ".join((EVIL, "e0", "e1"))
+        assert row[:3] == ["1", "sync, p2p", "staging"] and row[7] == "4 receivers"
         page.until("document.querySelector('#transfers progress').value > 0")
         assert re.fullmatch(r"[\d.]+( B)? of [\d.]+ KiB", page.rows("transfers")[0][4])
     finally:
@@ -140,7 +142,7 @@ def test_an_update_is_seen_while_it_is_under_way_and_after_it(stage, page):
     ray.get(ref, timeout=150)
     page.until("document.getElementById('version').innerText === '1'")
     page.until("document.getElementById('transfers').hidden")
-    assert [row[2] for row in page.rows("receivers")] == ["1"] * 3
+    assert [row[2] for row in page.rows("receivers")] == ["1"] * 4
     assert page.js("window.before.isConnected && window.before.cells[0].firstChild === window.cell"), "the same rows, and no reload"
     assert page.rows("outcomes")[0][1:4] == ["1", "sync", "p2p"] and [v[0] for v in page.rows("versions")] == ["1", "0"]
 
@@ -149,9 +151,16 @@ def test_who_is_behind_is_seen(stage, page):
     stage.group.publish(timeout_s=150)
     page.until("document.getElementById('published').innerText === '2'")
     page.until("document.querySelector('#receivers tbody tr').cells[3].innerText === '▲ 1'")
-    assert page.text("#staleness").startswith("1 version, ") and page.text("#receivers-sum") == "0 of 3 serve the newest version"
+    assert page.text("#staleness").startswith("1 version, ") and page.text("#receivers-sum") == "0 of 4 serve the newest version"
     stage.group.sync(timeout_s=150)
     page.until("document.getElementById('staleness').innerText === 'none'")
+
+
+def test_a_lease_is_seen(stage, page):
+    wish = json.dumps({"ttl_s": 600, "holder": "an eval"}).encode()
+    stage.get("/v1/versions/0/pins", wish)
+    page.until("/an eval/.test(document.getElementById('versions').innerText)")
+    assert re.fullmatch(r"best, an eval \((9 m \d\d|10 m 00) s left\)", page.rows("versions")[-1][6])
 
 
 def test_the_death_of_an_engine_is_seen(stage, page):
@@ -159,7 +168,7 @@ def test_the_death_of_an_engine_is_seen(stage, page):
     page.until("document.querySelector('#receivers tbody tr .bad')")
     (dead, *others) = page.rows("receivers")
     assert dead[:3] == ["e0", "✕ gone", "2"] and "died" in dead[7], "the worst is first"
-    assert [row[1] for row in others] == ["● serving"] * 2
+    assert [row[1] for row in others] == ["● serving"] * 3
 
 
 CONTRASTS = """
@@ -207,8 +216,8 @@ def test_a_narrow_screen_has_room_for_it(page):
 def test_who_has_no_token_is_asked_for_it(stage, page):
     run(stage.folder, name="private", route_prefix="/private", read_token="open sesame")
     page.open(stage.url.replace("/weights", "/private/"))
-    page.until("document.getElementById('ask').checkVisibility()")
-    assert "the endpoint answers 401: a bearer token is needed" in page.text("#problems") and not page.rows("versions")
+    page.until("/the endpoint answers 401: a bearer token is needed/.test(document.getElementById('problems').innerText)")
+    assert page.js("document.getElementById('ask').checkVisibility()") and not page.rows("versions")
     for token in ("wrong", "open sesame"):
         page.js("document.getElementById('token').focus()")
         page.do("Input.insertText", text=token)
@@ -217,9 +226,9 @@ def test_who_has_no_token_is_asked_for_it(stage, page):
             "/answers 403/.test(document.body.innerText)" if token == "wrong" else "document.getElementById('versions').rows.length > 1"
         )
     assert not page.js("document.getElementById('ask').checkVisibility()") and page.text("#receivers-none") == "This endpoint has no group."
-    assert page.rows("versions")[0][3:] == ["store", "0", "0", "best"]
+    assert page.rows("versions")[0][3:6] == ["store", "0", "0"]
     page.open(stage.url)
-    page.until("document.querySelectorAll('#receivers tbody tr').length === 3")
+    page.until("document.querySelectorAll('#receivers tbody tr').length === 4")
     page.troubles.clear()  # requests that were refused
     serve.delete("private")
 
@@ -229,10 +238,11 @@ def test_what_is_shown_is_called_old_when_the_endpoint_is_gone_and_new_when_it_i
     serve.shutdown()
     page.until("/no answer for [1-9]/.test(document.getElementById('link').innerText)")
     assert f"{DASH} what is shown is" in page.text("#problems") and "endpoint" in page.text("#problems")
+    page.screenshot(PICTURE.with_stem("status-page-gone"))
     assert page.js("document.getElementById('live').textContent") == "The endpoint does not answer; what is shown is old."
-    assert page.text("#version") == "2" and len(page.rows("receivers")) == 3
+    assert page.text("#version") == "2" and len(page.rows("receivers")) == 4
     stage.serve()
     page.until("document.getElementById('problems').hidden && document.getElementById('link').innerText.startsWith('● live')")
     stage.group.shutdown()
     page.until("document.getElementById('problems').innerText.startsWith('group: ')")
-    assert page.text("#link").startswith("● live") and len(page.rows("receivers")) == 3, "the endpoint is there, and the group is not"
+    assert page.text("#link").startswith("● live") and len(page.rows("receivers")) == 4, "the endpoint is there, and the group is not"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -17,11 +23,13 @@ from serve_site import Site
 from mooncake_ray.errors import (
     ChecksumError,
     ConfigError,
+    CorruptBlockError,
     PeerRefusedError,
     SnapshotError,
     SnapshotNotFoundError,
     StaleVersionError,
     SyncTimeoutError,
+    TransportError,
 )
 from mooncake_ray.serve import download as downloads
 from mooncake_ray.serve.client import WeightClient
@@ -353,11 +361,38 @@ def test_deltas_over_http(tmp_path):
         did = reader.catch_up()
         assert (did.how, did.version, did.changed) == ("delta", 2, 4) and same(mine, model)
         client = WeightClient(site.url)
-        assert client.versions() == [1] and client.wait(1) == 2
+        assert client.versions() == [1] and client.wait(1, whole=False) == 2 and client.wait() == 1
         delta = json.load(urllib.request.urlopen(f"{site.url}/v1/deltas?base=1&version=2"))
         assert delta["nbytes"] == did.nbytes
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{site.url}/v1/log/version-00000001/in-use")
+    finally:
+        site.close()
+
+
+def test_deltas_with_a_token(tmp_path):
+    model = {"w": torch.randn(64, 64)}
+    log = DeltaLog(tmp_path / "log", fsync=False)
+    log.append(1, StateDictSource(model))
+    site = Site(tmp_path / "log", read_token="eye")
+    try:
+        mine = {"w": torch.zeros(64, 64)}
+        with pytest.raises(PeerRefusedError, match="401"):
+            DeltaReader(WeightClient(site.url).deltas(), StateDictSource(mine)).catch_up()
+        place = WeightClient(site.url, token="eye").deltas()
+        reader = DeltaReader(place, StateDictSource(mine))
+        assert reader.catch_up().how == "anchor" and same(mine, model)
+        model["w"][3, 5:9] += 1
+        log.append(2, StateDictSource(model))
+        site.restart()
+        assert reader.catch_up().how == "delta" and same(mine, model)
+        data = place.read("deltas.json")
+        assert place.read("deltas.json", 3, 9) == data[3:9] and place.read("deltas.json", 4, 4) == b""
+        with pytest.raises(SnapshotNotFoundError, match="404"):
+            place.read("nothing.json")
+        for begin, end in ((0, len(data) + 1), (len(data), len(data) + 5)):
+            with pytest.raises(CorruptBlockError, match="ends "):
+                place.read("deltas.json", begin, end)
     finally:
         site.close()
 
@@ -373,6 +408,36 @@ def test_other_content_is_not_mixed_in(site):
             reader.read(0, about["nbytes"], lambda at, piece: None, until=client._until(60))
     finally:
         reader.close()
+
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_is_said_at_once(site_with, tmp_path, monkeypatch):
+    """And not taken for a connection that breaks, which would be tried for an hour."""
+    site = site_with(publish_token="secret")
+    client = WeightClient(site.url, token="secret")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            client.download(3, tmp_path / "got")
+        with pytest.raises(TransportError, match=r"507: .*No space left"):
+            client.publish(4, TENSORS)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        client.download(3, tmp_path / "got")
+    monkeypatch.undo()
+    assert client.download(3, tmp_path / "got").version == 3 and same_file(tmp_path / "got" / "model.safetensors")
+
+
+def test_a_version_that_somebody_has_taken_away_is_gone(site):
+    """As on a file system that does not carry locks between hosts."""
+    client = WeightClient(site.url)
+    client.tensors(3)
+    shutil.rmtree(Path(site.settings.store) / "version-00000003")
+    with pytest.raises(SnapshotNotFoundError):
+        client.tensors(3)
 
 
 def test_nobody_answers():
@@ -404,3 +469,39 @@ def test_readers_beyond_what_may_wait_come_again_and_get_it(site_with, tmp_path)
     for reader in readers:
         reader.join()
     assert found == [True] * 16
+
+
+HUB = """
+import sys
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
+tag = sys.argv[1]
+print(snapshot_download("any/name", revision="3"))
+print(hf_hub_download("any/name", "model.safetensors"))
+print(hf_hub_download("any/name", "model.safetensors", revision=tag))
+for name, revision, error in (
+    ("tokenizer.json", "main", RemoteEntryNotFoundError),
+    ("config.json", "9", RevisionNotFoundError),
+    ("config.json", "0" * 40, RevisionNotFoundError),
+):
+    try:
+        hf_hub_download("any/name", name, revision=revision)
+        print("found", name, revision)
+    except error:
+        pass
+"""
+
+
+def test_as_a_hub(site_with, tmp_path):
+    """The hub's own client finds versions as revisions, and caches them by their tags."""
+    site = site_with(publish_token="secret")
+    WeightClient(site.url, token="secret").publish(4, {"scale": TENSORS["scale"]}, files=CONFIG)
+    with site.desk.volume(3) as volume:
+        tag = volume.tag
+    env = os.environ | {"HF_ENDPOINT": f"{site.url}/hub", "HF_HOME": str(tmp_path), "NO_PROXY": "*", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    env.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run([sys.executable, "-c", HUB, tag], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    third, newest, again = done.stdout.splitlines()
+    assert third.endswith(tag) and again == f"{third}/model.safetensors" and same_file(again)
+    assert same(safetensors.torch.load_file(newest), {"scale": TENSORS["scale"]})

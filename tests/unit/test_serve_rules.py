@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mooncake_ray.errors import ConfigError, SnapshotNotFoundError
 from mooncake_ray.serve.catalog import Entry, listing
 from mooncake_ray.serve.leases import Leases
+from mooncake_ray.serve.port import listen
 from mooncake_ray.serve.problems import Problem
 from mooncake_ray.serve.ranges import Answer, answer
 from mooncake_ray.serve.settings import Settings
@@ -258,3 +259,16 @@ def test_versions_that_deltas_lead_to():
 def test_settings_that_make_no_sense(settings, why):
     with pytest.raises(ConfigError, match=why):
         Settings("/store", **settings)
+
+
+@pytest.mark.parametrize("hosts", [["127.0.0.1"], ["192.0.2.1", "127.0.0.1"], ["::1"]])
+def test_listening_on_what_is_this_machines(hosts):
+    with listen(hosts, 0) as listener:
+        assert listener.getsockname()[0] == hosts[-1]
+        with pytest.raises(OSError, match=r"[Aa]ddress already in use"):
+            listen(hosts[-1:], listener.getsockname()[1])
+
+
+def test_listening_on_what_is_not():
+    with pytest.raises(OSError, match="assign"):
+        listen(["192.0.2.1"], 0)

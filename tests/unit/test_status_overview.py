@@ -240,6 +240,34 @@ def test_a_group_that_there_is_none_of_is_a_shortfall(monkeypatch):
     watch.close()
 
 
+def test_a_group_is_found_anew_once_it_has_failed(monkeypatch):
+    found = []
+
+    class Found:
+        def __init__(self) -> None:
+            self.answers = iter([group(version=len(found)), group(version=len(found))])
+
+        def status(self, timeout_s):
+            if (answer := next(self.answers, None)) is None:
+                raise RuntimeError("the actor died")
+            return answer
+
+    def find(name):
+        found.append(Found())
+        return found[-1]
+
+    monkeypatch.setattr(lookout, "node_pools", lambda timeout_s: [])
+    monkeypatch.setattr(lookout.WeightSyncGroup, "find", find)
+    clock = Clock()
+    watch, seen = Lookout(lambda: desk("policy"), clock), []
+    for _ in range(5):
+        told = watch.look().result(30)
+        seen.append((told.group.version, [s.why for s in told.shortfalls]))
+        clock.now += 3.0
+    assert seen == [(0, []), (0, []), (0, ["the actor died"]), (1, []), (1, [])], "what was seen before stays meanwhile"
+    watch.close()
+
+
 # ---- the page
 
 

@@ -38,7 +38,7 @@ class Told:
             self.roster.join(Join(member, None, version=version, state="serving" if version >= 0 else "joined"))
 
     def publish(self, version: int, nbytes: int = 10) -> None:
-        done = types.SimpleNamespace(done=lambda: True)
+        done = types.SimpleNamespace(done=lambda: True, cancelled=lambda: False, exception=lambda: None)
         self.versions.editions[version] = types.SimpleNamespace(manifest=types.SimpleNamespace(nbytes=nbytes), contents=done)
         self.chronicle.published(version, nbytes)
 
@@ -144,12 +144,19 @@ def test_a_group_tells_of_all_that():
             phases.append(group.status().update)
             return stage(command)
 
-        engine.do_stage = looked_at
+        commit = engine.do_commit
+
+        def looked_at_again(command):
+            phases.append(group.status().engines["e"])
+            return commit(command)
+
+        engine.do_stage, engine.do_commit = looked_at, looked_at_again
         group.sync(mode="p2p")
         group.publish()
         status = group.status()
     assert (phases[0].what, phases[0].version, phases[0].mode, phases[0].phase, phases[0].engines) == ("sync", 0, "p2p", "staging", ("e",))
     assert phases[0].total_bytes == 4000
+    assert phases[1].behind == 1 and phases[1].stale_s >= 0, "the version is published, while it is on its way"
     assert status.update is None and [o.report.engines for o in status.outcomes] == [["e"]]
     assert (status.published, status.version, status.trainer_world) == (1, 0, 1)
     assert [(v.version, v.nbytes, v.kept) for v in status.versions] == [(1, 4000, True), (0, 4000, True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import ray
@@ -86,7 +87,8 @@ class HTTPControl:
 
 @dataclass(frozen=True)
 class ActorControl:
-    """A Ray actor that has the methods of vLLM's `AsyncLLM`, under the same names: what vLLM's own Ray client asks for."""
+    """A Ray actor that has the methods of vLLM's `AsyncLLM`, under the same names: what vLLM's own Ray client asks for. Requests are plain
+    objects with the fields of vLLM's, so that who controls it need not have vLLM."""
 
     handle: Any
 
@@ -101,9 +103,7 @@ class ActorControl:
             raise WeightSyncError(f"vLLM's actor: {method}: {e}") from None
 
     def init(self, init_info: Mapping[str, Any], timeout_s: float) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        self._call("init_weight_transfer_engine", WeightTransferInitRequest(init_info=dict(init_info)), timeout_s=timeout_s)
+        self._call("init_weight_transfer_engine", SimpleNamespace(init_info=dict(init_info)), timeout_s=timeout_s)
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         self._call("pause_generation", mode=mode, clear_cache=False, timeout_s=timeout_s)
@@ -112,10 +112,8 @@ class ActorControl:
         self._call("resume_generation", timeout_s=timeout_s)
 
     def update(self, update_info: Mapping[str, Any], timeout_s: float) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         self._call("start_weight_update", timeout_s=timeout_s)
-        self._call("update_weights", WeightTransferUpdateRequest(update_info=dict(update_info)), timeout_s=timeout_s)
+        self._call("update_weights", SimpleNamespace(update_info=dict(update_info)), timeout_s=timeout_s)
         self._call("finish_weight_update", timeout_s=timeout_s)
 
     def forget_prefixes(self, timeout_s: float) -> None:

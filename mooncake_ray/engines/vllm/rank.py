@@ -21,6 +21,9 @@ from mooncake_ray.weights.shard import Shard
 __all__ = ["Renewing", "VLLMRank"]
 
 
+_GRACE_S = 10.0  # what an answer takes beside what it waits for
+
+
 class Renewing(Protocol):
     """What makes an engine's weights of a shard's, see `Renewal`."""
 
@@ -103,7 +106,7 @@ class VLLMRank:
             return
         done = self.handover.leave(self._apply)
         try:
-            self._control.update({"timeout_s": self._timeout_s}, self._timeout_s)
+            self._control.update({"timeout_s": self._timeout_s}, self._timeout_s + _GRACE_S)
         finally:
             self.handover.withdraw()
         if done.cancelled():

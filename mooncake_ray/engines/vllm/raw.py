@@ -22,9 +22,14 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
     """Within, the model's parameters are as its loaders want them, on the meta device; afterwards, as they were. For the engine's own thread:
     the model cannot compute meanwhile."""
     there = []
+    tied: dict[int, torch.nn.Parameter] = {}
     for layer in model.modules():
-        there.append((layer, get_layer_params_buffers(layer), set(layer._non_persistent_buffers_set)))
+        parameters, buffers = get_layer_params_buffers(layer)
+        there.append((layer, (parameters, buffers), set(layer._non_persistent_buffers_set)))
         restore_layer_on_meta(layer, get_layerwise_info(layer))
+        for name, parameter in parameters.items():
+            if name in layer._parameters:
+                layer._parameters[name] = tied.setdefault(id(parameter), layer._parameters[name])
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -52,10 +53,14 @@ class Renewal:
         self._model, self._model_config, self._raw = model, model_config, raw
         self._placement = Placement.of("vllm", raw.fragments())
         self._layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+        tied: dict[int, torch.Tensor] = {}
         for prefix, layer in model.named_modules():
-            for name in (*layer._parameters, *layer._buffers):
-                if (tensor := raw.tensors.get(f"{prefix}.{name}".lstrip("."))) is not None:
-                    self._layers.setdefault(layer, {})[name] = tensor
+            for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                if tensor is None:
+                    continue
+                new = raw.tensors.get(f"{prefix}.{name}".lstrip("."), tied.get(id(tensor)))
+                if new is not None:
+                    self._layers.setdefault(layer, {})[name] = tied.setdefault(id(tensor), new)
         self._reloaded = [layer for layer in self._layers if not _can_be_shadowed(layer)]
         self._shadows: list[_Shadow] | None = None
 
@@ -84,6 +89,9 @@ class Renewal:
             finally:
                 for layer in self._reloaded:
                     finalize_layerwise_reload(layer, self._model_config)
+        for layer in self._model.modules():
+            if is_deferred_attention_layer(layer):  # what it derives from the weights of others
+                layer.process_weights_after_loading(self._model_config.dtype)
 
     def forget(self) -> None:
         self._shadows = None

@@ -88,6 +88,7 @@ class MooncakeTrainerWeightTransferEngine(TrainerWeightTransferEngine[MooncakeTr
                     "address": ray.get_runtime_context().gcs_address,
                     "keep_prefixes": init_info.keep_prefixes,
                     "ignore": list(init_info.ignore),
+                    "update_timeout_s": init_info.timeout_s,
                     "timeout_s": init_info.timeout_s,
                 }
             )

@@ -12,12 +12,12 @@ from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from mooncake_ray.engines.joining import Joining
+from mooncake_ray.engines.membership import Membership
 from mooncake_ray.engines.vllm.control import control
 from mooncake_ray.engines.vllm.rank import VLLMRank
 from mooncake_ray.engines.vllm.raw import RawWeights
 from mooncake_ray.engines.vllm.renewal import Renewal
 from mooncake_ray.errors import ConfigError, MooncakeRayError, WeightSyncError
-from mooncake_ray.sync.engine import Engine
 from mooncake_ray.weights.meta import ParamMeta
 
 __all__ = ["InitInfo", "MooncakeWeightTransferEngine", "UpdateInfo"]
@@ -41,8 +41,10 @@ class InitInfo(WeightTransferInitInfo):
     """Whether keys and values that old weights made may be used with new ones."""
     ignore: list[str] = field(default_factory=list)
     """Parameters that the model's loader leaves as they are."""
+    update_timeout_s: float = 60.0
+    """Seconds, of each step of an update."""
     timeout_s: float = 120.0
-    """Seconds: of joining, and of each step of an update."""
+    """Seconds, until the group is there, its trainers have joined, and this worker has."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._rank: VLLMRank | None = None
-        self._member: Engine | None = None
+        self._membership = Membership()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
         """An error is returned, for `init_transfer_engine` to raise."""
@@ -99,18 +101,18 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _join(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + get_world_group().rank_in_group
-        leads = control(init_info.control) if rank == 0 and init_info.control else None
 
         def adapter(metas: Sequence[ParamMeta]) -> VLLMRank:
             raw = RawWeights(self.model, metas, ignore=init_info.ignore)
             renewal = Renewal(self.model, self.model_config, raw)
             if renewal.layerwise:
                 logger.info("mooncake_ray: %d layers of vLLM's model are made anew while it is paused", renewal.layerwise)
-            self._rank = VLLMRank(raw, renewal, leads, keep_prefixes=init_info.keep_prefixes, timeout_s=init_info.timeout_s)
+            leads = control(init_info.control) if rank == 0 else None
+            self._rank = VLLMRank(raw, renewal, leads, keep_prefixes=init_info.keep_prefixes, timeout_s=init_info.update_timeout_s)
             return self._rank
 
         joining = Joining(init_info.group, init_info.engine, init_info.address, init_info.timeout_s)
-        self._member = joining.join(rank, parallel.world_size_across_dp, adapter)
+        self._membership.join(joining, rank, parallel.world_size_across_dp, adapter)
 
     def start_weight_update(self) -> None:
         """Nothing happens before `update_weights`."""
@@ -134,6 +136,6 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """All was done by `update_weights`."""
 
     def shutdown(self) -> None:
-        member, self._member, self._rank = self._member, None, None
-        if member is not None:
-            member.close()
+        """Leaves the group."""
+        self._rank = None
+        self._membership.leave()

@@ -257,7 +257,7 @@ function showProblems() {
   const link = byId("link");
   if (silent === null) { say(link, failure ? "no answer" : "asking …"); look(link, failure ? "bad" : "muted"); }
   else if (silent > LATE_S || failure) { say(link, `✕ no answer for ${silent.toFixed(0)} s`); look(link, "bad"); }
-  else { say(link, `● live, ${new Date(1000 * told.time).toLocaleTimeString()}`); look(link, "ok"); }
+  else { say(link, `● live, ${new Date(1000 * told.time).toLocaleTimeString([], { hour12: false })}`); look(link, "ok"); }
   announce(failure ? "The endpoint does not answer; what is shown is old." : problems.length ? "Some of it could not be looked at." : told ? "Live." : "");
 }
 
