@@ -104,7 +104,8 @@ class EngineAdapter(Protocol):
         ...
 
     def finish_weight_update(self, weight_version: int) -> None:
-        """Makes derived what is derived from weights, and then the version visible.
+        """Makes derived what is derived from weights, and then the version visible. An engine that knows that all of its ranks have it may
+        resume by itself; `is_paused`, if it has that, says so.
 
         Raises:
             WeightSyncError: no update is open; or the engine was poisoned and not all was written. The update stays open.

@@ -73,6 +73,7 @@ class Engine(Agent):
         self._staged: _Staged | None = None
         self._digests: tuple[int, np.ndarray] | None = None  # a version, and those of this rank's fragments at it
         self._paused = 0.0  # since when; 0: it is not
+        self._was_paused_s = 0.0  # if it goes on already, although nobody has told it to
         self._told = threading.Condition()
         self._progress_told = 0.0
         self._leaders: dict[tuple[int, int], tuple[Blob | None, bool]] = {}  # by epoch and unit; see `_led`
@@ -232,7 +233,9 @@ class Engine(Agent):
             raise
         own = np.searchsorted(staged.units.boxes, staged.units.delivery.box_of[slice(*staged.units.span)])
         self._digests = staged.version, staged.digests[own]
-        return time.monotonic() - self._paused
+        paused = time.monotonic() - self._paused
+        self._was_paused_s = 0.0 if getattr(self._adapter, "is_paused", True) else paused
+        return paused
 
     def _pause(self) -> None:
         begin = time.monotonic()
@@ -243,7 +246,8 @@ class Engine(Agent):
         """The other ranks of this engine have it, too. Returns for how many seconds it was paused."""
         self._adapter.resume()
         self._forget()
-        paused, self._paused = time.monotonic() - self._paused, 0.0
+        paused = self._was_paused_s or time.monotonic() - self._paused
+        self._paused = self._was_paused_s = 0.0
         return paused
 
     # ---- units

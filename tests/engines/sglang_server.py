@@ -107,11 +107,20 @@ class Server:
             os.kill(pid, number)
 
     def kill(self) -> None:
-        """All at once, but for what then tidies up their shared memory."""
-        tidying = self.pids("resource_tracker")
-        for pid in set(self.pids()) - set(tidying):
+        """All at once; and away with what they shared, which nobody is left to tidy up."""
+        pids = self.pids()
+        shared = {path for pid in pids for path in _shared(pid)}
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self.process.wait(30)
-        end = time.monotonic() + 30
-        while set(tidying) & set(self.pids()) and time.monotonic() < end:
-            time.sleep(0.05)
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+
+def _shared(pid: int) -> list[Path]:
+    """Files in memory that a process has mapped."""
+    try:
+        paths = {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line}
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [Path(path) for path in paths if Path(path).name.startswith(("sglang_", "sgl_", "sem.mp-", "psm_"))]

@@ -16,7 +16,7 @@ from training import Training, made, save
 
 import mooncake_ray
 
-TOKENS = 6
+TOKENS, MARGIN = 6, 0.12  # SGLang computes in bfloat16 by torch's own operations, in another order than transformers
 
 
 class Program:
@@ -77,13 +77,14 @@ def test_updates(cluster, group, tmp_path):
             version = group.sync(mode=mode).version
             spans = program.ask("end")
             assert spans[-1]["version"] == str(version) and spans[-1]["end"] == 200
-            for prompt, expected in ray.get(training.clear.remote(3, TOKENS)):
+            for prompt, expected in ray.get(training.clear.remote(3, TOKENS, MARGIN)):
                 assert program.ask("generate", prompt, TOKENS) == expected
             said, sums = program.ask("state")
             assert said == str(version)
             ray.get(training.save.remote(str(tmp_path / mode)))
             assert program.ask("disk", str(tmp_path / mode), version) > 0
             assert program.ask("state") == [str(version), sums]
+            group.sync(mode="p2p")  # which knows nothing of what came from the disk
         ray.kill(training)
     finally:
         program.end()

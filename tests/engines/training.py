@@ -70,12 +70,12 @@ class Trained:
                 out.append(int(logits.argmax()))
         return out[len(prompt) :], margin
 
-    def clear(self, count: int, tokens: int) -> list[tuple[list[int], list[int]]]:
-        """Prompts whose next tokens leave no doubt, and these: greedy, of the weights as they are now."""
+    def clear(self, count: int, tokens: int, margin: float = CLEAR) -> list[tuple[list[int], list[int]]]:
+        """Prompts whose next tokens leave no doubt (they are likeliest by that margin), and these: greedy, of the weights as they are now."""
         found: list[tuple[list[int], list[int]]] = []
         while len(found) < count:
             prompts = torch.randint(SIZES["vocab_size"], (64, PROMPT), generator=self.draw)
-            margins, out = torch.full((64,), float("inf")), prompts
+            margins, routes, out = torch.full((64,), float("inf")), torch.full((64,), float("inf")), prompts
             with torch.no_grad():
                 for _ in range(tokens):
                     said = self.module(out, **self.more)
@@ -83,9 +83,9 @@ class Trained:
                     margins = margins.minimum(top.values[:, 0] - top.values[:, 1])
                     for router in said.router_logits if self.more else ():  # who is nearly chosen may be chosen by others
                         best = router.float().view(*out.shape, -1).topk(EXPERTS["num_experts_per_tok"] + 1).values
-                        margins = margins.minimum((best[..., -2] - best[..., -1]).amin(dim=1))
+                        routes = routes.minimum((best[..., -2] - best[..., -1]).amin(dim=1))
                     out = torch.cat((out, top.indices[:, :1]), dim=1)
-            clear = out[margins > CLEAR].tolist()
+            clear = out[(margins > margin) & (routes > CLEAR)].tolist()
             found += [(row[:PROMPT], row[PROMPT:]) for row in clear]
         return found[:count]
 

@@ -208,6 +208,12 @@ class Rank:
         if self._settings.flush and not flush:
             self._flush(left)
         self._end(left)
+        self.resume()  # all ranks have it: nobody need be waited for
+
+    @property
+    def is_paused(self) -> bool:
+        """Of the rank that pauses the server; the others do not know."""
+        return self._paused or not self._leads
 
     def abort_weight_update(self) -> None:
         """If nothing was written, the server goes on as it was."""
