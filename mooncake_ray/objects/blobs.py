@@ -22,6 +22,8 @@ from mooncake_ray.transfer.door import Part
 
 __all__ = ["Blob", "Reserved", "drop", "gather", "is_here", "view", "write"]
 
+_SEAL_S = 60.0  # between that a maker has sealed a blob, and that the broker knows; it is mostly none
+
 
 @dataclass(frozen=True)
 class Blob:
@@ -114,7 +116,7 @@ def view(blob: Blob, *, writable: bool = False) -> np.ndarray:
     """
     here = _here()
     if is_here(blob):
-        return np.frombuffer(here.client.get(blob.id, 0.0, writable), np.uint8, blob.nbytes)
+        return np.frombuffer(here.client.get(blob.id, _SEAL_S, writable), np.uint8, blob.nbytes)
     there = Elsewhere(here, blob.pool_id, blob.id)
     return np.frombuffer(there.private() if writable else there.shared(), np.uint8, blob.nbytes)
 

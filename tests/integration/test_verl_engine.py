@@ -273,3 +273,18 @@ def test_settings():
         asyncio.run(Engine(1 << 20).send_weights(iter(())))
     with pytest.raises(PlanError):
         Engine.build_topology(0, 1, [{}])
+
+
+def test_a_bucket_that_is_told_before_the_pool_knows(pool):
+    """Who hears of a blob may be faster than the broker: it waits for the seal."""
+    room = blobs.Reserved(8, timeout_s=10)
+
+    async def both():
+        seen = asyncio.ensure_future(asyncio.to_thread(blobs.view, room.blob))
+        done, _ = await asyncio.wait([seen], timeout=0.2)
+        assert not done
+        room.write(lambda out: out.fill(7))
+        return (await seen).tolist()
+
+    assert asyncio.run(both()) == [7] * 8
+    blobs.drop([room.blob])
