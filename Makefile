@@ -26,9 +26,10 @@ pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "no
 unit-test: $(STAMP) ## Without Ray
 	$(call pytest,unit-test,tests/unit tests/conformance tests/rdma)
 
-PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart verl_example))
+PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart \
+	miles_weights serve_example serve_weights status_page verl_checkpoint verl_delta verl_engine verl_example verl_nodes verl_queue verl_routing))
 
-program-test: $(STAMP) ## Whole programs, each with a Ray of its own
+program-test: $(STAMP) ## Whole programs, and what serves and is served
 	$(call pytest,program-test,$(PROGRAMS))
 
 integration-test: $(STAMP) ## The others with Ray, on one node and on several
