@@ -32,7 +32,9 @@ class Membership:
     """One at a time. Thread-safe. A process that stays connected to Ray ends with the cluster: so it leaves that, too, if it was connected for
     this."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_leave: Callable[[], None]) -> None:
+        """`on_leave`: called when it leaves, by whichever thread notices; also where it was in no group."""
+        self._on_leave = on_leave
         self._lock = threading.RLock()
         self._connected = False
         self.member: Engine | None = None
@@ -56,6 +58,7 @@ class Membership:
             member, self.member = self.member, None
             if member is not None:
                 member.close()
+            self._on_leave()
             if self._connected:
                 self._connected = False
                 ray.shutdown()

@@ -6,17 +6,16 @@ of its own, and of updates to the group.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mooncake_ray.engines.answers import Address
 from mooncake_ray.engines.handover import Handover
+from mooncake_ray.engines.joining import Joining
+from mooncake_ray.engines.membership import Membership
 from mooncake_ray.engines.sglang.rank import Rank, Ranks, Settings
 from mooncake_ray.engines.sglang.server import Server
 from mooncake_ray.errors import ConfigError, SyncTimeoutError, WeightSyncError
@@ -26,15 +25,11 @@ from mooncake_ray.weights.tracing import TracedTarget
 if TYPE_CHECKING:
     import torch
 
-    from mooncake_ray.sync.engine import Engine
-
 __all__ = ["load"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _LONGEST_S = 600.0
-_LOOK_S = 1.0
-_GONE_S = 10.0  # Ray ends a process whose cluster is gone for 60 s, and leaving takes its time, too
 
 
 class _Scheduler:
@@ -42,11 +37,9 @@ class _Scheduler:
 
     def __init__(self) -> None:
         self.handover = Handover()
-        self.member: Engine | None = None
+        self.membership = Membership(self._forget)
         self.adapter: Rank | None = None
         self.ranks: Ranks | None = None
-        self._joining = threading.Lock()
-        self._connected = False  # to Ray, by this module
 
     def hear(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
         """In the scheduler's own thread."""
@@ -65,7 +58,7 @@ class _Scheduler:
                 if self.adapter is not None:
                     self.adapter.forget()
             case "detach":
-                threading.Thread(target=self._detach, name="mooncake_ray.detach", daemon=True).start()
+                threading.Thread(target=self.membership.leave, name="mooncake_ray.detach", daemon=True).start()
             case other:
                 raise ConfigError(f"there is no message {other!r}")
 
@@ -90,70 +83,30 @@ class _Scheduler:
 
     def _attach(self, model: torch.nn.Module, message: Mapping[str, Any]) -> None:
         """Beside the scheduler's thread, which only learns where weights lie: it says when it is ready to."""
-        import ray
-
-        from mooncake_ray.engines.joining import Joining
-
         answer = Address(**message["answer"])
         ranks = self.ranks
         try:
-            with self._joining:
-                if ranks is None:
-                    raise WeightSyncError("the scheduler has not said which rank it is")
-                joining, settings = Joining.parse(message["joining"]), Settings.parse(message["settings"])
-                server = Server(message["url"], message.get("api_key", ""))
-                self._leave()
+            if ranks is None:
+                raise WeightSyncError("the scheduler has not said which rank it is")
+            joining, settings = Joining.parse(message["joining"]), Settings.parse(message["settings"])
+            server = Server(message["url"], message.get("api_key", ""))
 
-                def adapter(metas: Sequence[ParamMeta]) -> Rank:
-                    learned = self.handover.leave(lambda: TracedTarget(model, metas))
-                    answer.say(ranks.rank, "ready")
-                    shard = learned.result(joining.timeout_s)
-                    self.adapter = Rank(shard, ranks, self.handover, server, settings, _post_load(model), model)
-                    return self.adapter
+            def adapter(metas: Sequence[ParamMeta]) -> Rank:
+                learned = self.handover.leave(lambda: TracedTarget(model, metas))
+                answer.say(ranks.rank, "ready")
+                shard = learned.result(joining.timeout_s)
+                self.adapter = Rank(shard, ranks, self.handover, server, settings, _post_load(model), model)
+                return self.adapter
 
-                self._connected = not ray.is_initialized()
-                self.member = joining.join(ranks.rank, ranks.world, adapter)
-                threading.Thread(target=self._watch, args=(self.member,), name="mooncake_ray.watch", daemon=True).start()
-                answer.say(ranks.rank, "joined")
+            self.membership.join(joining, ranks.rank, ranks.world, adapter)
+            answer.say(ranks.rank, "joined")
         except Exception as e:
             logger.exception("mooncake_ray: rank %s cannot join its group", ranks and ranks.rank)
             self.handover.withdraw()
-            with self._joining:
-                self._leave()
             _say(answer, ranks.rank if ranks else -1, "failed", e)
 
-    def _detach(self) -> None:
-        with self._joining:
-            self._leave()
-
-    def _watch(self, member: Engine) -> None:
-        """Leaves when the group has ended, or its cluster is gone: the server serves on."""
-        import ray
-
-        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        heard = time.monotonic()
-        while self.member is member:
-            if _listens(host, int(port)):
-                heard = time.monotonic()
-            gone = time.monotonic() - heard > _GONE_S
-            if member.closed or gone:
-                logger.warning("mooncake_ray: %s leaves: its %s", member.member, "cluster is gone" if gone else "group has ended")
-                with self._joining:
-                    if self.member is member:
-                        self._leave()
-                return
-            time.sleep(_LOOK_S)
-
-    def _leave(self) -> None:
-        """A process that stays connected to Ray would end with the cluster."""
-        import ray
-
-        member, self.member, self.adapter = self.member, None, None
-        if member is not None:
-            member.close()
-        if self._connected:
-            self._connected = False
-            ray.shutdown()
+    def _forget(self) -> None:
+        self.adapter = None
 
 
 def _say(answer: Address, rank: int, what: str, error: Exception | None) -> None:
@@ -161,12 +114,6 @@ def _say(answer: Address, rank: int, what: str, error: Exception | None) -> None
         answer.say(rank, what, error=error)
     except OSError as gone:
         logger.warning("mooncake_ray: nobody hears that rank %d is %s: %s", rank, what, gone)
-
-
-def _listens(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((host, port), _LOOK_S):
-        return True
-    return False
 
 
 _scheduler = _Scheduler()

@@ -66,7 +66,7 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._rank: VLLMRank | None = None
-        self._membership = Membership()
+        self._membership = Membership(self._forget)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | Exception:
         """An error is returned, for `init_transfer_engine` to raise."""
@@ -137,5 +137,7 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leaves the group."""
-        self._rank = None
         self._membership.leave()
+
+    def _forget(self) -> None:
+        self._rank = None
