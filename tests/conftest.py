@@ -10,12 +10,12 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import DEADLINE_S, eventually
 
 pytest_plugins = ["mooncake_ray.testing"]
 
@@ -23,16 +23,6 @@ pytest_plugins = ["mooncake_ray.testing"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CAPACITY = 32 << 20
-DEADLINE_S = 60.0
-
-
-def eventually(condition: Callable[[], Any], what: object = "the condition") -> Any:
-    """Polls until the condition holds, and returns what it returned. The deadline only turns a hang into a failure."""
-    end = time.monotonic() + DEADLINE_S
-    while not (result := condition()):
-        assert time.monotonic() < end, f"never came true: {what() if callable(what) else what}"
-        time.sleep(0.002)
-    return result
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
-
-
-def python_of(engine: str) -> str:
-    """The Python that has it; skips where nobody has said which."""
-    found = os.environ.get(f"MOONCAKE_{engine.upper()}_PYTHON", "")
-    if not found:
-        pytest.skip(f"MOONCAKE_{engine.upper()}_PYTHON names no Python with {engine}: `make test-engines` installs one")
-    return found
+from places import HERE, ROOT
 
 
 @pytest.fixture(scope="session")

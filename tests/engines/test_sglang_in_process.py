@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from conftest import ROOT, python_of
+from places import ROOT, python_of
 from sglang_server import STUBS
 from training import Training, made, save
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import ray
-from conftest import HERE, ROOT, python_of
+from places import HERE, ROOT, python_of
 from training import Training, made, save
 
 import mooncake_ray

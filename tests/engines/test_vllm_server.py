@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from conftest import ROOT, python_of
+from places import ROOT, python_of
 from training import Training, made, save
 from vllm_server import Server
 

@@ -6,7 +6,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from conftest import eventually
+from waiting import eventually
 
 from mooncake_ray.engines import membership
 from mooncake_ray.engines.membership import Membership

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import eventually
 from disk_models import filled, same
 from serve_site import Site
+from waiting import eventually
 
 from mooncake_ray.errors import (
     ChecksumError,

@@ -9,9 +9,9 @@ import threading
 from contextlib import closing, contextmanager, suppress
 
 import pytest
-from conftest import eventually
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import eventually
 
 from mooncake_ray.errors import SnapshotNotFoundError, TransportError
 from mooncake_ray.serve.port import Port, listen

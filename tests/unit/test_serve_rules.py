@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from conftest import eventually
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from waiting import eventually
 
 from mooncake_ray.errors import ConfigError, SnapshotNotFoundError
 from mooncake_ray.serve.catalog import Entry, listing
