@@ -9,6 +9,7 @@ import signal
 import socket
 import urllib.request
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,12 @@ class Stage:
     def close(self) -> None:
         serve.shutdown()
         self.group.shutdown()
+
+
+@pytest.fixture
+def leaks_allowed(leaks_allowed):
+    """What the stage's group keeps: versions and plans."""
+    return replace(leaks_allowed, pool_bytes=1 << 20)
 
 
 @pytest.fixture(scope="module")
