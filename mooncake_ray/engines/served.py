@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mooncake_ray.engines.base import UpdateInfo
@@ -22,23 +24,24 @@ class Served:
         poisoned: Why it must not be served; "" if it may.
     """
 
-    def __init__(self, name: str, shard: Shard, module: torch.nn.Module | None = None) -> None:
+    def __init__(self, name: str, shard: Shard, module: torch.nn.Module | None = None, version: int | None = None) -> None:
         """
         Args:
+            version: of what is there now.
             module: whose weights the shard is of, if they may change places with others; see `Beside`.
 
         Raises:
             PlanError: the shard's fragments do not fit its buffers.
         """
         self.shard = shard
-        self.version: int | None = None
+        self.version = version
         self.poisoned = ""
-        self._placement = Placement.of(name, shard.fragments())
-        self._last = -1
+        self.placement = Placement.of(name, shard.fragments())
+        self._last = -1 if version is None else version
         self._update: InPlace | None = None
-        self._beside = None if module is None else Beside(module, self._placement, shard)
+        self._beside = None if module is None else Beside(module, self.placement, shard)
         self._prepared: tuple[UpdateInfo, InPlace] | None = None
-        fitting(self._placement, shard.buffers())
+        fitting(self.placement, shard.buffers())
 
     @property
     def is_open(self) -> bool:
@@ -53,7 +56,7 @@ class Served:
         """Raises as `EngineAdapter.start_weight_update`."""
         if self._update is not None:
             raise WeightSyncError("an update is open already")
-        self._update = InPlace(self._placement, self.shard.buffers())
+        self._update = InPlace(self.placement, self.shard.buffers())
         self._prepared = None
 
     def prepare(self, update_info: UpdateInfo) -> None:
@@ -79,7 +82,7 @@ class Served:
             self._prepared = None
         buffers = self.shard.buffers()
         if not update.written and update.addresses != {name: tensor.data_ptr() for name, tensor in buffers.items()}:
-            self._update = InPlace(self._placement, buffers)
+            self._update = InPlace(self.placement, buffers)
 
     def write(self, update_info: UpdateInfo) -> None:
         """Raises as `EngineAdapter.update_weights`."""
@@ -102,13 +105,20 @@ class Served:
         if version < (oldest := self._last + (not self.poisoned)):
             raise StaleVersionError(f"version {version} comes after version {self._last}; the next is {oldest}")
 
-    def finish(self, version: int) -> None:
-        """Raises as `EngineAdapter.finish_weight_update`."""
+    def finish(self, version: int, derive: Callable[[], None] | None = None) -> None:
+        """`derive`: makes what is derived from weights, if some were written. Raises as `EngineAdapter.finish_weight_update`, and what `derive`
+        does, which poisons."""
         update = self._need()
         self.check_version(version)
         if self.poisoned and not update.complete:
-            written = f"{len(update.whole)} of {len(self._placement)} fragments"
+            written = f"{len(update.whole)} of {len(self.placement)} fragments"
             raise WeightSyncError(f"the engine is poisoned, and only {written} are written anew")
+        if update.written and derive is not None:
+            try:
+                derive()
+            except BaseException as e:
+                self.fail(e)
+                raise
         self._update, self._prepared, self.poisoned = None, None, ""
         self.version = self._last = version
 

@@ -14,11 +14,10 @@ from mooncake_ray.engines.base import PauseMode, UpdateInfo
 from mooncake_ray.engines.derived import Derived
 from mooncake_ray.engines.gate import Gate
 from mooncake_ray.engines.generation import Generation, VersionSpans, next_token
-from mooncake_ray.engines.in_place import InPlace
-from mooncake_ray.errors import EnginePausedError, EnginePoisonedError, StaleVersionError, WeightSyncError
+from mooncake_ray.engines.served import Served
+from mooncake_ray.errors import EnginePausedError, EnginePoisonedError, WeightSyncError
 from mooncake_ray.weights.digest import content_digest
-from mooncake_ray.weights.placement import Placement
-from mooncake_ray.weights.shard import Shard, fitting, views
+from mooncake_ray.weights.shard import Shard, views
 from mooncake_ray.weights.source import ModuleSource
 
 __all__ = ["TorchModuleEngine"]
@@ -59,26 +58,21 @@ class TorchModuleEngine:
             PlanError: the shard does not fit the module, or a derived tensor is not there.
         """
         self.module = module
-        self._shard = shard if shard is not None else ModuleSource(module)
-        self._placement = Placement.of(self.name, self._shard.fragments())
+        self._weights = Served(self.name, shard if shard is not None else ModuleSource(module), version=weight_version)
         self._derived = Derived(module, derived or {}, post_load or getattr(module, "post_load_weights", None))
         self._gate = Gate(patience_s)
         self._control = threading.RLock()
-        self._update: InPlace | None = None
-        self._poison = ""
-        self._version = self._last = weight_version
-        fitting(self._placement, self._shard.buffers())
 
     def shard(self) -> Shard:
-        return self._shard
+        return self._weights.shard
 
     @property
     def weight_version(self) -> int | None:
-        return self._version
+        return self._weights.version
 
     @property
     def poisoned(self) -> str:
-        return self._poison
+        return self._weights.poisoned
 
     @property
     def is_paused(self) -> bool:
@@ -87,7 +81,7 @@ class TorchModuleEngine:
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """There is nothing to make ready; the settings are for others."""
         with self._control:
-            if self._update is not None:
+            if self._weights.is_open:
                 raise WeightSyncError("an update is open")
             self.init_info = dict(init_info)
 
@@ -103,7 +97,7 @@ class TorchModuleEngine:
         """
         with self._gate.request() as begun, self._gate.step(begun), torch.no_grad():
             self._refuse_poisoned()
-            yield self._version
+            yield self._weights.version
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns. Raises as `serving`."""
@@ -128,7 +122,7 @@ class TorchModuleEngine:
                     with self._gate.step(begun), torch.no_grad():
                         self._refuse_poisoned()
                         out.append(next_token(self.module, [*tokens, *out]))
-                        spans.add(self._version)
+                        spans.add(self._weights.version)
                 except EnginePausedError:
                     return Generation(tuple(out), spans.closed(), "abort")
         return Generation(tuple(out), spans.closed(), "length")
@@ -138,7 +132,7 @@ class TorchModuleEngine:
 
     def resume(self) -> None:
         with self._control:
-            if self._update is not None and self._update.written:
+            if self._weights.has_written:
                 raise WeightSyncError("an update has begun to write: finish it or abort it first")
             self._gate.resume()
 
@@ -146,58 +140,32 @@ class TorchModuleEngine:
 
     def start_weight_update(self) -> None:
         with self._control:
-            if self._update is not None:
-                raise WeightSyncError("an update is open already")
-            self._update = InPlace(self._placement, self._shard.buffers())
+            self._weights.open()
 
     def prepare_weights(self, update_info: UpdateInfo) -> None:
         """Weights are written in place: there is nothing to prepare."""
         with self._control:
-            self._open()
+            self._weights.prepare(update_info)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
         with self._control, torch.no_grad():
-            update = self._open()
-            if not self._gate.is_paused:
+            if self._weights.is_open and not self._gate.is_paused:
                 raise WeightSyncError("weights are only written while the engine is paused")
-            try:
-                update.write(update_info)
-            except BaseException as e:
-                if update.written:
-                    self._fail(e)
-                raise
+            self._weights.write(update_info)
 
     def finish_weight_update(self, weight_version: int) -> None:
         with self._control, torch.no_grad():
-            update = self._open()
-            if isinstance(weight_version, bool) or not isinstance(weight_version, int):
-                raise WeightSyncError(f"a version is an integer, got {weight_version!r}")
-            oldest = -1 if self._last is None else self._last + (not self._poison)
-            if weight_version < oldest:
-                raise StaleVersionError(f"version {weight_version} comes after version {self._last}")
-            if self._poison and not update.complete:
-                written = f"{len(update.whole)} of {len(self._placement)} fragments"
-                raise WeightSyncError(f"the engine is poisoned, and only {written} are written anew")
-            if update.written:
-                try:
-                    self._derived.refresh()
-                except BaseException as e:
-                    self._fail(e)
-                    raise
-            self._update, self._poison = None, ""
-            self._version = self._last = weight_version
+            self._weights.finish(weight_version, self._derived.refresh)
 
     def abort_weight_update(self) -> None:
         with self._control:
-            if self._update is not None and self._update.written:
-                self._fail("it was aborted")
-            self._update = None
+            self._weights.abort()
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each parameter and buffer that there are weights in, by the engine's own name, in hex. Not while an
         update writes; also of a paused or poisoned engine."""
         with self._control:
-            return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in self._shard.buffers().items()}
+            return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in self.shard().buffers().items()}
 
     def digests(self, digest: Digest = content_digest) -> dict[str, int]:
         """For each tensor of the model the digest of what this rank has of it, independent of how it lies here.
@@ -208,9 +176,9 @@ class TorchModuleEngine:
 
         Not while an update writes; also of a paused or poisoned engine.
         """
-        p, out, seen = self._placement, {}, set()
+        p, out, seen = self._weights.placement, {}, set()
         with self._control, torch.no_grad():
-            for i, view in enumerate(views(p, self._shard.buffers())):
+            for i, view in enumerate(views(p, self.shard().buffers())):
                 meta = p.metas[p.tensor[i]]
                 d = len(meta.shape)
                 lo, hi = (tuple(a[i].tolist()[p.lo.shape[1] - d :]) for a in (p.lo, p.hi))
@@ -220,19 +188,9 @@ class TorchModuleEngine:
                     out[meta.name] = (out.get(meta.name, 0) + digest(view, lo, meta.shape)) % 2**64
         return out
 
-    def _open(self) -> InPlace:
-        if self._update is None:
-            raise WeightSyncError("no update is open: start_weight_update comes first")
-        return self._update
-
-    def _fail(self, why: object) -> None:
-        reason = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why
-        self._poison = f"an update failed after it had begun to write: {reason}"
-        self._version = self._update = None
-
     def _refuse_poisoned(self) -> None:
-        if self._poison:
-            raise EnginePoisonedError(f"{self._poison}; all weights must be written anew")
+        if self.poisoned:
+            raise EnginePoisonedError(f"{self.poisoned}; all weights must be written anew")
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

@@ -255,8 +255,7 @@ class Rank:
                 with torch.no_grad():
                     for info in new:
                         self._weights.write(info)
-                    self._post_load()
-                self._weights.finish(version)
+                    self._weights.finish(version, self._post_load)
             except Exception as e:
                 error = e
             try:
