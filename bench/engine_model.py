@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 import mooncake_ray
 
-__all__ = ["CHANGED", "MODEL", "STEP_S", "Trainer", "Updated", "python_of"]
+__all__ = ["CHANGED", "MODEL", "STEP_S", "Trainer", "Updated", "python_of", "timed"]
 
 MODEL = {
     "vocab_size": 40_000,
@@ -65,8 +66,6 @@ class Trainer:
 
 def timed(group: mooncake_ray.WeightSyncGroup, mode: str, new: Callable[[], object]) -> Updated:
     """One update by the group, after `new` has changed the trainer's weights."""
-    import time
-
     new()
     begin = time.perf_counter()
     report = group.sync(mode=mode, timeout_s=STEP_S)

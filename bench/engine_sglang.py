@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 
 import mooncake_ray
-from bench.engine_model import STEP_S, Trainer, Updated
+from bench.engine_model import STEP_S, Trainer, Updated, timed
 from mooncake_ray.engines.sglang import native
 from mooncake_ray.engines.sglang.server import Server
 
@@ -72,12 +72,7 @@ def subjects(python: str, folder: Path, address: str) -> Iterator[dict[str, Call
     def ours(mode: str) -> Updated:
         if mode == "delta":  # wants the engine at a version that the group knows
             group.sync(mode="p2p", timeout_s=STEP_S)
-        ray.get(trainer.step.remote())
-        begin = time.perf_counter()
-        report = group.sync(mode=mode, timeout_s=STEP_S)
-        if report.mode != mode or not report.engines:
-            raise RuntimeError(f"not synced by {mode}: {report}")
-        return time.perf_counter() - begin, report.pause_s
+        return timed(group, mode, lambda: ray.get(trainer.step.remote()))
 
     try:
         server.ready()
