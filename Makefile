@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test unit-test program-test integration-test test-all test-engines test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
+.PHONY: help setup demo test unit-test program-test integration-test test-all test-ecosystem test-engines test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,14 +26,19 @@ pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "no
 unit-test: $(STAMP) ## Without Ray
 	$(call pytest,unit-test,tests/unit tests/conformance tests/rdma)
 
-PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart \
-	miles_weights serve_example serve_weights status_page verl_checkpoint verl_delta verl_engine verl_example verl_nodes verl_queue verl_routing))
+PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart))
 
-program-test: $(STAMP) ## Whole programs, and what serves and is served
+program-test: $(STAMP) ## Whole programs, each with a Ray of its own
 	$(call pytest,program-test,$(PROGRAMS))
 
+ECOSYSTEM = $(addprefix tests/integration/test_,$(addsuffix .py,miles_weights serve_example serve_weights status_page \
+	verl_checkpoint verl_delta verl_engine verl_example verl_nodes verl_queue verl_routing))
+
 integration-test: $(STAMP) ## The others with Ray, on one node and on several
-	$(call pytest,integration-test,tests/integration $(addprefix --ignore ,$(PROGRAMS)))
+	$(call pytest,integration-test,tests/integration $(addprefix --ignore ,$(PROGRAMS) $(ECOSYSTEM)))
+
+test-ecosystem: $(STAMP) ## The endpoint and its page in a browser; verl, Miles and TransferQueue
+	$(call pytest,ecosystem-test,$(ECOSYSTEM))
 
 test-all: $(STAMP) native-test ## The slow ones too
 	$(BIN)/python -m pytest -q
