@@ -80,9 +80,9 @@ def engine():
     return Engine()
 
 
-@pytest.fixture
-def rank(model, engine):
-    rank = VLLMRank(StateDictSource(model.copy), model, engine, keep_prefixes=False, timeout_s=5.0)
+@pytest.fixture(params=[False, True], ids=["of several", "alone"])
+def rank(model, engine, request):
+    rank = VLLMRank(StateDictSource(model.copy), model, engine, alone=request.param, keep_prefixes=False, timeout_s=5.0)
     engine.ranks.append(rank)
     return rank
 
@@ -154,7 +154,7 @@ def test_an_engine_that_leaves_this_worker_out(rank, engine):
 
 
 def test_a_worker_that_does_not_lead_waits_for_its_own_thread(model):
-    rank = VLLMRank(StateDictSource(model.copy), model, None, keep_prefixes=False, timeout_s=0.05)
+    rank = VLLMRank(StateDictSource(model.copy), model, None, alone=False, keep_prefixes=False, timeout_s=0.05)
     with pytest.raises(SyncTimeoutError, match="has not begun to take new weights"):
         update(rank, pieces(1.0), 1)
     taking = threading.Thread(target=lambda: rank.handover.take(30.0))

@@ -42,15 +42,19 @@ class VLLMRank:
 
     name: ClassVar[str] = "vllm"
 
-    def __init__(self, raw: Shard, renewal: Renewing, control: Control | None, *, keep_prefixes: bool, timeout_s: float) -> None:
+    def __init__(
+        self, raw: Shard, renewal: Renewing, control: Control | None, *, alone: bool, keep_prefixes: bool, timeout_s: float
+    ) -> None:
         """
         Args:
+            alone: the engine has no other worker: it goes on as soon as this one has a version.
             control: of the worker that leads; None for the others, and where another process holds the engine and has it take over.
             keep_prefixes: keys and values that old weights made may be used with new ones.
             timeout_s: of each call to the engine.
         """
         self._raw, self._renewal, self._control = raw, renewal, control
-        self._keep_prefixes, self._timeout_s = keep_prefixes, timeout_s
+        self._alone, self._keep_prefixes, self._timeout_s = alone, keep_prefixes, timeout_s
+        self.is_paused = False
         self._placement = Placement.of(self.name, raw.fragments())
         self._update: InPlace | None = None
         self._applied = self._session = False
@@ -77,17 +81,22 @@ class VLLMRank:
     def pause(self, mode: PauseMode = "keep", *, timeout_s: float = 60.0) -> None:
         if self._control is not None:
             self._control.pause(mode, timeout_s)
+        self.is_paused = True
 
     def resume(self) -> None:
         """All ranks have the version: it becomes visible."""
         if self._update is not None and self._applied:
             raise WeightSyncError("an update has begun to write: finish it or abort it first")
-        if self._control is not None:
+        self._go_on()
+        self._renewal.forget()
+
+    def _go_on(self) -> None:
+        if self._control is not None and self.is_paused:
             if not self._keep_prefixes:
                 self._control.forget_prefixes(self._timeout_s)
             self._end_session(self._version)
             self._control.resume(self._timeout_s)
-        self._renewal.forget()
+        self.is_paused = False
 
     def start_weight_update(self) -> None:
         if self._update is not None:
@@ -135,6 +144,8 @@ class VLLMRank:
             )
         self._update, self._poison = None, ""
         self._version = self._last = weight_version
+        if self._alone:
+            self._go_on()
 
     def abort_weight_update(self) -> None:
         update, self._update = self._update, None

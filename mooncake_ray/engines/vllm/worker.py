@@ -108,7 +108,8 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if renewal.layerwise:
                 logger.info("mooncake_ray: %d layers of vLLM's model are made anew while it is paused", renewal.layerwise)
             leads = control(init_info.control) if rank == 0 else None
-            self._rank = VLLMRank(raw, renewal, leads, keep_prefixes=init_info.keep_prefixes, timeout_s=init_info.update_timeout_s)
+            how = {"keep_prefixes": init_info.keep_prefixes, "timeout_s": init_info.update_timeout_s}
+            self._rank = VLLMRank(raw, renewal, leads, alone=parallel.world_size_across_dp == 1, **how)
             return self._rank
 
         joining = Joining(init_info.group, init_info.engine, init_info.address, init_info.timeout_s)
