@@ -35,7 +35,7 @@ class Trainer:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
 
 def answer(engine: SGLangEngine, out: list) -> None:

@@ -48,7 +48,7 @@ class Trained:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     def nudge(self, every: int) -> None:
         """Changes one element of so many."""
