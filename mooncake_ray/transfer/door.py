@@ -14,12 +14,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from mooncake_ray import errors
 from mooncake_ray.errors import GetTimeoutError, MooncakeRayError, StoreError
+
+if TYPE_CHECKING:
+    import numpy as np  # not at run time: `mooncake-ray status` asks here too, and starts without it
 
 __all__ = ["FAILED", "GATHER", "MOST", "OK", "PREFETCH", "PULL", "REPORT", "REQUEST", "Door", "Part", "door_name", "parse_parts"]
 
@@ -45,6 +46,8 @@ class Part:
     @classmethod
     def packed(cls, pool_id: bytes, id: bytes, runs: np.ndarray) -> Part:
         """Runs (uint64 (n, 2): offset, nbytes) that are gathered one after the other, from the beginning."""
+        import numpy as np
+
         placed = np.zeros((len(runs), 3), np.uint64)
         placed[:, 0], placed[:, 2] = runs[:, 0], runs[:, 1]
         np.cumsum(runs[:-1, 1], out=placed[1:, 1])
@@ -53,6 +56,8 @@ class Part:
 
 def parse_parts(message: bytes) -> tuple[int, list[Part]]:
     """The bytes to gather, and the parts, of a request. Raises ValueError."""
+    import numpy as np
+
     at = REQUEST.size + _SIZE.size
     if len(message) < at:
         raise ValueError(f"a request to gather of {len(message)} bytes")
@@ -97,7 +102,7 @@ class Door:
         block, unless it is pinned or claimed by then."""
         request = [REQUEST.pack(GATHER, timeout_s, b"", b""), _SIZE.pack(nbytes)]
         for part in parts:
-            request += _PART.pack(part.pool_id, part.id, len(part.runs)), np.ascontiguousarray(part.runs, np.uint64).tobytes()
+            request += _PART.pack(part.pool_id, part.id, len(part.runs)), part.runs.astype("uint64", copy=False).tobytes()
         with self._asked(b"".join(request), timeout_s) as key:
             yield key
 
