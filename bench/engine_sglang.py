@@ -15,9 +15,7 @@ from bench.engine_model import STEP_S, Trainer, Updated, timed
 from mooncake_ray.engines.sglang import native
 from mooncake_ray.engines.sglang.server import Server
 
-__all__ = ["SUBJECTS", "Updated", "subjects"]
-
-SUBJECTS = ("pool", "pool-delta", "disk", "tensor", "distributed")
+__all__ = ["subjects"]
 
 
 @ray.remote(num_cpus=0)

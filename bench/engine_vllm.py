@@ -23,9 +23,8 @@ from bench.engine_vllm_worker import gloo
 from mooncake_ray.engines.http import JSONClient
 from mooncake_ray.engines.vllm import VLLMEngine
 
-__all__ = ["NATIVE", "subjects"]
+__all__ = ["subjects"]
 
-NATIVE = ("disk", "tensor", "distributed")
 _ROOT = Path(__file__).parents[1]
 
 
