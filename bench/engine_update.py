@@ -6,18 +6,20 @@ request, a broadcast (gloo); `best-native` is the shortest of them in that case.
 
 from __future__ import annotations
 
+import importlib
 import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
 import mooncake_ray
-from bench.engine_model import python_of
+from bench.engines.model import STEP_S, Updated, python_of
 from bench.fleet import note
 from bench.report import Result, Target, compare, summarize
 
@@ -66,13 +68,9 @@ def run(steps: Sequence[Step]) -> Iterator[list[Result]]:
 
 
 def _results(step: Step, address: str) -> list[Result]:
-    if step.engine == "vllm":
-        from bench.engine_vllm import subjects
-    else:
-        from bench.engine_sglang import subjects
     rng = random.Random(1)
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder, subjects(python_of(step.engine), Path(folder), address) as ways:
+    with tempfile.TemporaryDirectory() as folder, _ways(step.engine, Path(folder), address) as ways:
         note(f"{step.engine} is up")
         for n in range(-1, step.rounds):
             began = time.monotonic()
@@ -90,6 +88,51 @@ def _results(step: Step, address: str) -> list[Result]:
         out += [found["pool"], found["pool-delta"], summarize(NAME, name, "best-native", took[case, best.subject], {"which": best.subject})]
         out += [found[s] for s in NATIVE]
     return out
+
+
+@contextmanager
+def _ways(engine: str, folder: Path, address: str) -> Iterator[dict[str, Callable[[], Updated]]]:
+    """By the names of subjects, what brings the engine to weights that it has not had; can be called again and again.
+
+    Args:
+        folder: for checkpoints and logs.
+        address: of the Ray cluster that this process is connected to, with the pool installed.
+    """
+    module = importlib.import_module(f"bench.engines.{engine}_ways")
+    model = folder / "model"
+    trainer = ray.remote(num_cpus=0)(module.Trainer).remote()
+    group = mooncake_ray.WeightSyncGroup(f"bench-{engine}")
+    ray.get([trainer.save.remote(str(model)), trainer.join.remote(group)])
+    server = module.serve(python_of(engine), model, folder / f"{engine}.log")
+
+    def own(name: str, *arguments: str) -> Updated:
+        ray.get(trainer.step.remote())
+        return ray.get(getattr(trainer, name).remote(*arguments), timeout=STEP_S)
+
+    def ours(mode: str) -> Updated:
+        group.sync(timeout_s=STEP_S)  # after one of its own ways, an engine has no version that a delta could change
+        ray.get(trainer.step.remote())
+        begin = time.perf_counter()
+        report = group.sync(mode=mode, timeout_s=STEP_S)
+        if report.mode != mode or not report.engines:
+            raise RuntimeError(f"not synced by {mode}: {report}")
+        return time.perf_counter() - begin, report.pause_s
+
+    try:
+        server.ready()
+        ray.get(trainer.connect.remote(server.url))
+        module.attach(server, group, address)
+        yield {
+            "pool": lambda: ours("p2p"),
+            "pool-delta": lambda: ours("delta"),
+            "disk": lambda: own("disk", str(model)),
+            "tensor": lambda: own("tensor"),
+            "distributed": lambda: own("distributed"),
+        }
+    finally:
+        server.kill()
+        group.shutdown()
+        ray.kill(trainer)
 
 
 def targets(results: Sequence[Result]) -> list[Target]:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import ray
 from places import ROOT, python_of
-from sglang_server import STUBS
 from training import Training, made, save
 
 import mooncake_ray
+from bench.engines.sglang_server import STUBS
 
 TOKENS, MARGIN = 6, 0.12  # SGLang computes in bfloat16 by torch's own operations, in another order than transformers
 

@@ -7,17 +7,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import ray
 from places import ROOT, python_of
-from sglang_server import Server
 from training import Training, made, save
+from waiting import eventually
 
 import mooncake_ray
+from bench.engines.sglang_server import SGLangServer
 from mooncake_ray.engines.sglang import SGLangEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, PlanError, SyncAbortedError, SyncTimeoutError, WeightSyncError
 
@@ -28,7 +28,7 @@ TOKENS, MARGIN = 6, 0.12  # SGLang computes in bfloat16 by torch's own operation
 class Live:
     kind: str
     tp: int
-    server: Server
+    server: SGLangServer
     group: mooncake_ray.WeightSyncGroup
     training: object
     address: str
@@ -37,9 +37,8 @@ class Live:
     def engine(self) -> SGLangEngine:
         return self.server.engine
 
-    def start(self, folder: Path, name: str) -> Server:
-        (ROOT / "build").mkdir(exist_ok=True)
-        return Server(python_of("sglang"), folder, ROOT / "build" / f"sglang-{self.kind}-{name}.log", tp=self.tp)
+    def start(self, folder: Path, name: str) -> SGLangServer:
+        return SGLangServer(python_of("sglang"), folder, ROOT / "build" / f"sglang-{self.kind}-{name}.log", tp=self.tp)
 
     def attach(self, **more) -> None:
         self.engine.attach(self.group, "sglang", address=self.address, **more)
@@ -108,7 +107,7 @@ def test_requests_that_run_go_on_and_say_which_version_made_which_token(live, ke
     ended = []
     running = threading.Thread(target=lambda: ended.append(live.server.complete([5, 6, 7], 240, stream=False)))
     running.start()
-    _until(lambda: _running(live))
+    eventually(lambda: _running(live))
     version = live.group.sync(mode="p2p").version
     running.join(120)
     spans = ended[0]["meta_info"]["weight_versions"]
@@ -136,7 +135,7 @@ def test_pause_modes(live, mode):
     ended = []
     running = threading.Thread(target=lambda: ended.append(live.server.complete([5, 6, 7], 200)))
     running.start()
-    _until(lambda: _running(live))
+    eventually(lambda: _running(live))
     ray.get(live.training.step.remote(0.2))
     assert live.group.sync(mode="p2p").version == begin + 1
     running.join(120)
@@ -164,7 +163,7 @@ def test_messages_that_make_no_sense_change_nothing(live):
     sums, version = live.engine.checksums(), live.engine.weight_version
     for message in ({"do": "dance"}, {}, {"do": "commit", "timeout_s": 0.2}, {"do": "attach"}, {"do": "learn", "timeout_s": 0.1}, [1]):
         live.engine._tell(message, live.tp)
-    assert live.server.serves and live.engine.checksums() == sums and live.engine.weight_version == version
+    assert live.server.answers("health") and live.engine.checksums() == sums and live.engine.weight_version == version
     ray.get(live.training.step.remote(0.2))
     live.agrees(live.group.sync().version)
 
@@ -202,7 +201,7 @@ def test_sglangs_own_ways(live, tmp_path):
     from safetensors.torch import load_file
 
     live.engine.detach()
-    _until(lambda: not live.group.versions())
+    eventually(lambda: not live.group.versions())
     ray.get(live.training.step.remote(0.2))
     ray.get(live.training.save.remote(str(tmp_path)))
     named = load_file(tmp_path / "model.safetensors")
@@ -257,7 +256,7 @@ def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_pa
 
 def test_it_outlives_its_group(live):
     live.engine.detach()
-    _until(lambda: not live.group.versions())
+    eventually(lambda: not live.group.versions())
     sums = live.engine.checksums()
     live.attach()
     live.group.wait_for(live.group.status().version)
@@ -274,7 +273,7 @@ def test_it_outlives_its_cluster(live):
         sums = live.engine.checksums()
         live.engine.attach("elsewhere", "sglang", address=address)
         elsewhere.communicate(timeout=60)
-        _until(lambda: live.server.log.read_text().count("its cluster is gone") == live.tp, 120.0)
+        eventually(lambda: live.server.log.read_text().count("its cluster is gone") == live.tp, 120.0)
         assert live.engine.checksums() == sums
     finally:
         elsewhere.kill()
@@ -286,10 +285,3 @@ def test_it_outlives_its_cluster(live):
 def _running(live: Live) -> bool:
     load = live.engine.server.call("v1/loads", timeout_s=30)
     return any(load_of.get("num_running_reqs", 0) for load_of in load["loads"])
-
-
-def _until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -15,9 +15,9 @@ import pytest
 import ray
 from places import ROOT, python_of
 from training import Training, made, save
-from vllm_server import Server
 
 import mooncake_ray
+from bench.engines.vllm_server import VLLMServer
 from mooncake_ray.engines.http import HTTPStatusError, JSONClient
 from mooncake_ray.engines.vllm import VLLMEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, SyncAbortedError, WeightSyncError
@@ -29,7 +29,7 @@ TOKENS = 4
 class Live:
     kind: str
     folder: Path
-    server: Server
+    server: VLLMServer
     engine: VLLMEngine
     group: mooncake_ray.WeightSyncGroup
     training: object
@@ -37,7 +37,7 @@ class Live:
 
     def restart(self, folder: Path) -> None:
         """A new server, which knows nothing of the one before, serving what is in the folder."""
-        self.server = Server(python_of("vllm"), folder, self.server.log.with_suffix(".again.log"), tp=self.tp).ready()
+        self.server = VLLMServer(python_of("vllm"), folder, self.server.log.with_suffix(".again.log"), tp=self.tp).ready()
         self.engine = VLLMEngine(self.server.url)
 
     def attach(self) -> None:
@@ -56,8 +56,7 @@ def live(request, cluster, tmp_path_factory):
     kind, tp = request.param, 2 if request.param == "moe" else 1
     folder = tmp_path_factory.mktemp(kind)
     save(made(kind), folder)
-    (ROOT / "build").mkdir(exist_ok=True)
-    server = Server(python, folder, ROOT / "build" / f"vllm-{kind}.log", tp=tp)
+    server = VLLMServer(python, folder, ROOT / "build" / f"vllm-{kind}.log", tp=tp)
     group = mooncake_ray.WeightSyncGroup(f"vllm-{kind}", liveness_s=6.0)
     training = Training.remote(kind)
     ray.get(training.join.remote(group))

@@ -28,7 +28,7 @@ class FakeServer:
         self._web = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._web.daemon_threads = True
         threading.Thread(target=self._web.serve_forever, args=(0.01,), daemon=True).start()
-        self.server = Server(f"http://127.0.0.1:{self._web.server_port}", "secret")
+        self.server = Server.at(f"http://127.0.0.1:{self._web.server_port}", "secret")
         self._barrier, self._said = threading.Barrier(len(shards)), [[0]] * len(shards)
         self.handovers = [Handover() for _ in shards]
         self.ranks = [

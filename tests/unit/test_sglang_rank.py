@@ -205,7 +205,7 @@ def test_what_others_have_written_is_of_no_version(pair, world):
 
 def test_no_answer():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        server = Server(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        server = Server.at(f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(SyncTimeoutError, match=r"no answer within 0\.1 s"):
             server.call("health", timeout_s=0.1)
 

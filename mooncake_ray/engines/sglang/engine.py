@@ -40,7 +40,7 @@ class SGLangEngine:
         Raises:
             ConfigError: that is no URL.
         """
-        self.server = Server(url.rstrip("/"), api_key)
+        self.server = Server.at(url, api_key)
         self._timeout_s = timeout_s
         self._bridge: Bridge | None = None
 
@@ -93,13 +93,13 @@ class SGLangEngine:
             "address": address or _cluster(),
             "timeout_s": timeout_s * 0.8,  # the ranks give up first, and say why
         }
-        with Answers((self.server.host, self.server.port)) as answers:
+        with Answers(self.server.client.address) as answers:
             message = {
                 "do": "attach",
                 "joining": joining,
                 "settings": dataclasses.asdict(settings),
                 "url": self.server.url,
-                "api_key": self.server.api_key,
+                "api_key": self.server.client.key,
                 "answer": dataclasses.asdict(answers.address),
             }
             self._tell(message, ranks)
@@ -122,7 +122,7 @@ class SGLangEngine:
         """
         ranks = self.server.ranks()
         plain = [[m.name, m.dtype, list(m.shape)] for m in metas]
-        with Answers((self.server.host, self.server.port)) as answers:
+        with Answers(self.server.client.address) as answers:
             self._tell({"do": "check", "metas": plain, "answer": dataclasses.asdict(answers.address)}, ranks)
             answers.wait("checked", ranks, timeout_s=timeout_s)
 
@@ -147,7 +147,7 @@ class SGLangEngine:
         """As `update_from_tensor`, by a broadcast over Gloo from this process, whose address is `host` (by default found out)."""
         if check:
             self.check(_metas(named))
-        host = host or near((self.server.host, self.server.port))
+        host = host or near(self.server.client.address)
         return native.from_distributed(self.server, self._foreign(), list(named.items()), native.Way(version, **way), host)
 
     def update_from_disk(self, path: str, version: int, **way: Any) -> float:

@@ -89,7 +89,7 @@ class _Scheduler:
             if ranks is None:
                 raise WeightSyncError("the scheduler has not said which rank it is")
             joining, settings = Joining.parse(message["joining"]), Settings.parse(message["settings"])
-            server = Server(message["url"], message.get("api_key", ""))
+            server = Server.at(message["url"], message.get("api_key", ""))
 
             def adapter(metas: Sequence[ParamMeta]) -> Rank:
                 learned = self.handover.leave(lambda: TracedTarget(model, metas))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import logging
 import pickle
-import threading
-import time
-import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from mooncake_ray.errors import ConfigError, SyncTimeoutError, WeightSyncError
+from mooncake_ray.engines.http import JSONClient
+from mooncake_ray.errors import ConfigError, WeightSyncError
 
 __all__ = ["LOADER", "Info", "Keep", "Server", "packed"]
 
@@ -29,7 +26,6 @@ new weights. `in_place`: they go on with keys and values that the old weights ma
 LOADER = "mooncake_ray.engines.sglang.load"
 """What the server was started with, as its `--custom-weight-loader`."""
 
-_KEEP_S = 1.0
 _OPEN_ALREADY = "already open"
 
 
@@ -45,27 +41,25 @@ class Info:
 
 @dataclass(frozen=True)
 class Server:
-    """Thread-safe. Calls that follow each other at once share a connection."""
+    """Thread-safe."""
 
-    url: str
-    """Without a path: "http://127.0.0.1:30000"."""
-    api_key: str = field(default="", repr=False)
-    """Of an administrator, if the server was started with one."""
-    _kept: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
+    client: JSONClient
 
-    def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-            raise ConfigError(f"a server is named by http://host:port, got {self.url!r}")
+    @classmethod
+    def at(cls, url: str, api_key: str = "") -> Server:
+        """
+        Args:
+            url: "http://127.0.0.1:30000".
+            api_key: of an administrator, if the server was started with one.
+
+        Raises:
+            ConfigError: that is no URL.
+        """
+        return cls(JSONClient(url, api_key))
 
     @property
-    def host(self) -> str:
-        return urllib.parse.urlsplit(self.url).hostname or ""
-
-    @property
-    def port(self) -> int:
-        parts = urllib.parse.urlsplit(self.url)
-        return parts.port or (443 if parts.scheme == "https" else 80)
+    def url(self) -> str:
+        return self.client.url
 
     def call(self, route: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
         """Posts, or gets if there is no body. Returns what the server says, {} if that is not JSON.
@@ -74,51 +68,13 @@ class Server:
             SyncTimeoutError: no answer within `timeout_s` seconds. What was asked may be done all the same.
             WeightSyncError: the server is not there, or refuses; what it says.
         """
-        end = time.monotonic() + timeout_s
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        connection = self._connection(timeout_s)
-        try:
-            data = None if body is None else json.dumps(body).encode()
-            if connection.sock is None:
-                connection.connect()
-            connection.sock.settimeout(max(0.001, end - time.monotonic()))
-            connection.request("GET" if body is None else "POST", f"/{route}", data, headers)
-            connection.sock.settimeout(max(0.001, end - time.monotonic()))
-            answer = connection.getresponse()
-            status, text = answer.status, answer.read()
-        except TimeoutError:
-            connection.close()
-            raise SyncTimeoutError(f"{self.url}/{route}: no answer within {timeout_s:g} s") from None
-        except (OSError, http.client.HTTPException) as e:
-            connection.close()
-            raise WeightSyncError(f"{self.url}/{route}: {type(e).__name__}: {e}") from None
-        self._kept.last = connection, time.monotonic()
-        try:
-            found = json.loads(text)
-        except ValueError:
-            found = {}
-        found = found if isinstance(found, dict) else {"value": found}
-        if status != 200 or found.get("success") is False:
-            why = found.get("message") or found.get("error") or found.get("detail") or text[:500].decode(errors="replace")
-            raise WeightSyncError(f"{self.url}/{route}: {status}: {why}")
-        return found
-
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        """This thread's, if it was in use a moment ago: servers close them after some time. A call is never made twice."""
-        kept = getattr(self._kept, "last", None)
-        self._kept.last = None
-        if kept is not None:
-            connection, used = kept
-            if time.monotonic() - used < _KEEP_S:
-                return connection
-            connection.close()
-        kind = http.client.HTTPSConnection if self.url.startswith("https") else http.client.HTTPConnection
-        return kind(self.host, self.port, timeout=timeout_s)
-
-    def __reduce__(self) -> Any:
-        return Server, (self.url, self.api_key)
+        client = self.client
+        said = client.get(route, timeout_s=timeout_s) if body is None else client.post(route, body, timeout_s=timeout_s)
+        if not isinstance(said, dict):
+            return {}
+        if said.get("success") is False:
+            raise WeightSyncError(f"{self.url}/{route}: {said.get('message') or said}")
+        return said
 
     def pause(self, mode: Literal["abort"] | Keep, *, timeout_s: float) -> None:
         """Returns when no request computes, or will."""

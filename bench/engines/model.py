@@ -1,18 +1,16 @@
-"""A model of about 100 M parameters in a trainer's process, for `bench.engine_update`."""
+"""`Trainer`: a model of about 100 M parameters, for `bench.engine_update`."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import mooncake_ray
 
-__all__ = ["CHANGED", "MODEL", "STEP_S", "Trainer", "Updated", "python_of", "timed"]
+__all__ = ["CHANGED", "MODEL", "STEP_S", "Trainer", "Updated", "python_of"]
 
 MODEL = {
     "vocab_size": 40_000,
@@ -32,7 +30,7 @@ STEP_S = 300.0
 Updated = tuple[float, float]
 """Seconds: from when the trainer's weights are new until the engine serves them, and of these how long requests were paused."""
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 class Trainer:
@@ -62,16 +60,6 @@ class Trainer:
         for tensor in self.tensors.values():
             flips = torch.rand(tensor.shape, generator=self.draw) < CHANGED
             tensor.view(torch.int16).bitwise_xor_(flips.to(torch.int16))
-
-
-def timed(group: mooncake_ray.WeightSyncGroup, mode: str, new: Callable[[], object]) -> Updated:
-    """One update by the group, after `new` has changed the trainer's weights."""
-    new()
-    begin = time.perf_counter()
-    report = group.sync(mode=mode, timeout_s=STEP_S)
-    if report.mode != mode or not report.engines:
-        raise RuntimeError(f"not synced by {mode}: {report}")
-    return time.perf_counter() - begin, report.pause_s
 
 
 def python_of(engine: str) -> str:

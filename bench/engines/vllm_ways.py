@@ -1,4 +1,4 @@
-"""vLLM in `bench.engine_update`: a server, a trainer, and each way from one to the other.
+"""vLLM in `bench.engine_update`: its server, and a trainer that knows each of its ways to new weights.
 
 vLLM's own ways on a CPU are its `reload_weights`: from a checkpoint, from tensors in a request, and from a broadcast, as its users' worker
 extensions do it. Whatever can be done before the pause is (saving, pickling).
@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import base64
 import pickle
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import ray
-
 import mooncake_ray
-from bench.engine_model import STEP_S, Trainer, Updated, timed
-from bench.engine_vllm_worker import gloo
+from bench.engines import model
+from bench.engines.model import STEP_S, Updated
+from bench.engines.process import free_port
+from bench.engines.vllm_server import VLLMServer
+from bench.engines.vllm_worker import gloo
 from mooncake_ray.engines.http import JSONClient
 from mooncake_ray.engines.vllm import VLLMEngine
 
-__all__ = ["subjects"]
+__all__ = ["Trainer", "attach", "serve"]
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
-@ray.remote(num_cpus=0, max_concurrency=2)
-class VLLMTrainer(Trainer):
-    def connect(self, url: str, port: int) -> None:
-        self.client = JSONClient(url)
+class Trainer(model.Trainer):
+    def connect(self, url: str) -> None:
+        self.client, port = JSONClient(url), free_port()
         joining = threading.Thread(target=self._rpc, args=("join", "127.0.0.1", port))
         joining.start()
         self.group = gloo("127.0.0.1", port, 0)
@@ -77,45 +75,10 @@ class VLLMTrainer(Trainer):
         return time.perf_counter() - begin, paused
 
 
-@contextmanager
-def subjects(python: str, folder: Path, address: str) -> Iterator[dict[str, Callable[[], Updated]]]:
-    """Each brings the engine to weights that it has not had, and can be called again and again.
+def serve(python: str, checkpoint: Path, log: Path) -> VLLMServer:
+    extension = ("--worker-extension-cls", "bench.engines.vllm_worker.Native")
+    return VLLMServer(python, checkpoint, log, more=extension, environment={"PYTHONPATH": str(_ROOT)})
 
-    Args:
-        python: that has vLLM, and this package.
-        folder: for checkpoints and logs.
-        address: of the Ray cluster that this process is connected to, with the pool installed.
-    """
-    sys.path.append(str(_ROOT / "tests" / "engines"))
-    from vllm_server import Server, free_port
 
-    model = folder / "model"
-    trainer = VLLMTrainer.remote()
-    group = mooncake_ray.WeightSyncGroup("bench-vllm")
-    ray.get([trainer.save.remote(str(model)), trainer.join.remote(group)])
-    extension = ["--worker-extension-cls", "bench.engine_vllm_worker.Native"]
-    server = Server(python, model, folder / "vllm.log", more=extension, environment={"PYTHONPATH": str(_ROOT)})
-
-    def own(name: str, *arguments: str) -> Updated:
-        ray.get(trainer.step.remote())
-        return ray.get(getattr(trainer, name).remote(*arguments), timeout=STEP_S)
-
-    def ours(mode: str) -> Updated:
-        return timed(group, mode, lambda: ray.get(trainer.step.remote()))
-
-    try:
-        server.ready()
-        ray.get(trainer.connect.remote(server.url, free_port()))
-        VLLMEngine(server.url).attach(group, "vllm", address=address)
-        group.sync()
-        yield {
-            "pool": lambda: ours("p2p"),
-            "pool-delta": lambda: ours("delta"),
-            "disk": lambda: own("disk", str(model)),
-            "tensor": lambda: own("tensor"),
-            "distributed": lambda: own("distributed"),
-        }
-    finally:
-        server.kill()
-        group.shutdown()
-        ray.kill(trainer)
+def attach(server: VLLMServer, group: mooncake_ray.WeightSyncGroup, address: str) -> None:
+    VLLMEngine(server.url).attach(group, "vllm", address=address)
