@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
 import threading
 import time
 import urllib.parse
@@ -39,6 +40,15 @@ def _again(text: str, status: int, body: str) -> HTTPStatusError:
     out = HTTPStatusError("", status, body)
     out.args = (text,)
     return out
+
+
+def _is_closed(connection: http.client.HTTPConnection) -> bool:
+    """Whether the server is known to have closed it: nothing else is to be read between an answer and the next request."""
+    if connection.sock is None:
+        return False
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _reason(body: str) -> str:
@@ -117,9 +127,10 @@ class JSONClient:
         except (OSError, http.client.HTTPException) as e:
             connection.close()
             raise WeightSyncError(f"{what}: {type(e).__name__}: {e}") from None
-        self._kept.last = connection, time.monotonic()
         if not 200 <= status < 300:
+            connection.close()  # a server that fails may close it, too, and not say so
             raise HTTPStatusError(what, status, text)
+        self._kept.last = connection, time.monotonic()
         try:
             return json.loads(text) if text else {}
         except ValueError:
@@ -130,7 +141,7 @@ class JSONClient:
         kept, self._kept.last = getattr(self._kept, "last", None), None
         if kept is not None:
             connection, used = kept
-            if time.monotonic() - used < _KEEP_S:
+            if time.monotonic() - used < _KEEP_S and not _is_closed(connection):
                 return connection
             connection.close()
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection

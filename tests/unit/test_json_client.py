@@ -90,14 +90,16 @@ def test_a_thread_keeps_its_connection(site):
     client = JSONClient(site.url)
     for _ in range(3):
         client.post("a", timeout_s=DEADLINE_S)
-    with pytest.raises(HTTPStatusError, match="refuse: 503"):
-        client.post("refuse", timeout_s=DEADLINE_S)
     client.get("a", timeout_s=DEADLINE_S)
     assert site.connections == 1
     other = threading.Thread(target=client.post, args=("a",), kwargs={"timeout_s": DEADLINE_S})
     other.start()
     other.join()
     assert site.connections == 2
+    with pytest.raises(HTTPStatusError, match="refuse/last: 503"):
+        client.post("refuse/last", timeout_s=DEADLINE_S)
+    client.get("a", timeout_s=DEADLINE_S)
+    assert site.connections == 3, "who has failed may have closed"
 
 
 def test_an_old_connection_is_not_used(site, monkeypatch):
@@ -112,11 +114,14 @@ def test_an_old_connection_is_not_used(site, monkeypatch):
 def test_a_request_is_not_made_twice(site, monkeypatch):
     monkeypatch.setattr(http, "_KEEP_S", DEADLINE_S)
     client = JSONClient(site.url)
-    client.post("a/last", timeout_s=DEADLINE_S)
-    with pytest.raises(WeightSyncError):
-        client.post("b", timeout_s=DEADLINE_S)
-    client.post("c", timeout_s=DEADLINE_S)
-    assert site.answered == ["/a/last", "/c"]
+    expected = []
+    for n in range(50):  # it may be heard before that its server has closed a connection, or by the next request
+        try:
+            client.post(f"{n}/last", timeout_s=DEADLINE_S)
+            expected.append(f"/{n}/last")
+        except WeightSyncError:
+            pass
+    assert site.answered == expected
 
 
 def test_errors(site):
