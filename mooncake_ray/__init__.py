@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mooncake_ray.objects.locality import near
     from mooncake_ray.objects.prefetching import prefetch
     from mooncake_ray.objects.remote import remote
+    from mooncake_ray.rollout.buffer import RolloutBuffer
     from mooncake_ray.store import ObjectKey, Store
     from mooncake_ray.sync.group import WeightSyncGroup
 
@@ -57,6 +58,7 @@ __all__ = [
     "ObjectLostError",
     "ObjectNotFoundError",
     "Ragged",
+    "RolloutBuffer",
     "SchemaError",
     "Store",
     "StoreError",
@@ -90,6 +92,7 @@ _LAZY = {
     "DataProto": "mooncake_ray.data:DataProto",
     "ObjectKey": "mooncake_ray.store:ObjectKey",
     "Ragged": "mooncake_ray.data:Ragged",
+    "RolloutBuffer": "mooncake_ray.rollout.buffer:RolloutBuffer",
     "Store": "mooncake_ray.store:Store",
     "WeightSyncGroup": "mooncake_ray.sync.group:WeightSyncGroup",
     "free": "mooncake_ray.objects.api:free",

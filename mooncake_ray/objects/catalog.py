@@ -23,8 +23,10 @@ from mooncake_ray.data.catalog import Ledger, Listed, NoRoom, Published, Where
 from mooncake_ray.errors import ConfigError, GetTimeoutError, SchemaError, StoreError, StoreFullError
 from mooncake_ray.objects.batch_ref import BatchRef
 from mooncake_ray.objects.batches import put_batch
-from mooncake_ray.objects.catalog_actor import LONGEST_WAIT_S, PUBLISHERS, TAKERS, CatalogActor, Offer, this_consumer
-from mooncake_ray.objects.leases import Taken, keep
+from mooncake_ray.objects.catalog_actor import LONGEST_WAIT_S, PUBLISHERS, TAKERS, CatalogActor, Offer
+from mooncake_ray.objects.leases import Taken
+from mooncake_ray.objects.processes import this_process
+from mooncake_ray.objects.renewals import keep
 
 __all__ = ["Catalog", "Taken"]
 
@@ -220,7 +222,7 @@ class Catalog:
             "at_least": count if minimum is None else minimum,
             "at_most": count,
         }
-        consumer, condition = this_consumer(), Where.of(where)
+        consumer, condition = this_process(), Where.of(where)
         while True:
             answer = self._call("take", group, consumer, condition, _wait_s(end), wanted)
             if answer is not None:
@@ -241,6 +243,14 @@ class Catalog:
     def release(self, taken: Taken) -> int:
         """Gives the rows back, for others of the group. Returns how many: 0 if the lease has ended. Idempotent."""
         return self._end("release", taken)
+
+    @property
+    def identity(self) -> str:
+        return self._actor._actor_id.hex()
+
+    def renew(self, leases: Sequence[int]) -> Sequence[int]:
+        """For what this process has taken, which is done in the background. Returns those that have ended."""
+        return self._call("renew", leases)
 
     def _end(self, how: str, taken: Taken) -> int:
         if not taken.lease:

@@ -6,7 +6,6 @@ Every call ends within about a second, whether it has got what it waits for or n
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import uuid
@@ -16,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import state as ray_state
 
 from mooncake_ray.data.catalog import Lease, Ledger, Listed, NoRoom, Publication, Published, Where
 from mooncake_ray.errors import LeaseLostError
 from mooncake_ray.objects.batch_ref import BatchRef
 from mooncake_ray.objects.catalog_batches import adopt, assemble
+from mooncake_ray.objects.processes import is_dead
 
-__all__ = ["LONGEST_WAIT_S", "PUBLISHERS", "TAKERS", "CatalogActor", "Offer", "this_consumer"]
+__all__ = ["LONGEST_WAIT_S", "PUBLISHERS", "TAKERS", "CatalogActor", "Offer"]
 
 logger = logging.getLogger("mooncake_ray")
 
@@ -172,26 +171,10 @@ class CatalogActor:
                     self._rows_came.notify_all()
                 consumers = ledger.consumers()
             try:
-                dead = [consumer for consumer in consumers if _is_dead(consumer)]
+                dead = [consumer for consumer in consumers if is_dead(consumer)]
             except (ray.exceptions.RayError, RuntimeError, OSError):  # this thread's end would leave rows with the dead
                 logger.exception("mooncake_ray: asking Ray whether consumers live failed; trying again")
                 dead = []
             with self._books() as ledger:
                 if sum(ledger.drop_consumer(consumer) for consumer in dead):
                     self._rows_came.notify_all()
-
-
-def this_consumer() -> str:
-    """A name for this process that the catalog can ask Ray about, if it is an actor."""
-    context = ray.get_runtime_context()
-    actor = context.get_actor_id()
-    return f"actor:{actor}:{os.getpid()}" if actor else f"process:{context.get_worker_id()}"
-
-
-def _is_dead(consumer: str) -> bool:
-    """Whether Ray says that an actor, or this life of it, is over. Of other processes only the deadline tells."""
-    kind, id, *pid = consumer.split(":")
-    if kind != "actor":
-        return False
-    told = ray_state.actors(id)
-    return not told or told["State"] == "DEAD" or (told["State"] == "ALIVE" and str(told["Pid"]) != pid[0])

@@ -1,44 +1,33 @@
-"""`Taken`: rows that a process has from a catalog, and the thread that says so while it has them."""
+"""`Taken`: rows that a process has from a catalog."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import ray
-
 from mooncake_ray.data.catalog import Lease
-from mooncake_ray.errors import MooncakeRayError, StoreError
+from mooncake_ray.errors import StoreError
 from mooncake_ray.objects.batch_ref import BatchRef
+from mooncake_ray.objects.renewals import Kept, keep
 
 if TYPE_CHECKING:
     from mooncake_ray.objects.catalog import Catalog
 
-__all__ = ["Taken", "keep"]
+__all__ = ["Taken"]
 
 logger = logging.getLogger("mooncake_ray")
 
-_RENEWALS = 4  # in the time that a lease has
-_IDLE_S = 5.0  # then the thread ends
 
-
-class Taken:
+class Taken(Kept):
     """Rows from a catalog. `with` it: acknowledged at the end, released if the block raises.
 
     It may be sent to another process: the lease is renewed wherever it is.
     """
 
     def __init__(self, catalog: Catalog, lease: Lease, ref: BatchRef | None) -> None:
+        super().__init__(catalog, over=not lease.id)
         self.catalog, self.ref, self._lease = catalog, ref, lease
-        self.over = not lease.id
-        """Acknowledged or released by this process."""
-        self.lost = False
-        """The lease has ended otherwise, and others may have the rows."""
-        self._renew_at = time.monotonic() + catalog.lease_s / _RENEWALS
 
     ref: BatchRef | None
     """The rows in the order of `keys`. None if there are none."""
@@ -90,65 +79,6 @@ class Taken:
 def _received(catalog: Catalog, lease: Lease, ref: BatchRef | None, over: bool) -> Taken:
     taken = Taken(catalog, lease, ref)
     taken.over = over
-    taken._renew_at = 0.0  # it was on its way for a while
+    taken.renew_at = 0.0  # it was on its way for a while
     keep(taken)
     return taken
-
-
-_changed = threading.Condition()
-_kept: weakref.WeakSet[Taken] = weakref.WeakSet()
-_thread: threading.Thread | None = None
-
-
-def keep(taken: Taken) -> None:
-    """Has its lease renewed while this process refers to it."""
-    global _thread
-    if taken.over:
-        return
-    with _changed:
-        _kept.add(taken)
-        _changed.notify()
-        if _thread is None:
-            _thread = threading.Thread(target=_run, name="mooncake_ray.leases", daemon=True)
-            _thread.start()
-
-
-def _run() -> None:
-    global _thread
-    while True:
-        _renew()  # has no reference to what is taken when it is back
-        with _changed:
-            pause = _pause()
-            if (pause is None and not _changed.wait(_IDLE_S) and _pause() is None) or not ray.is_initialized():
-                _thread = None
-                return
-            if pause is not None and pause > 0:
-                _changed.wait(pause)
-
-
-def _held() -> list[Taken]:
-    return [taken for taken in _kept if not (taken.over or taken.lost)]
-
-
-def _pause() -> float | None:
-    """Until the next renewal; None if there is nothing to renew."""
-    times = [taken._renew_at for taken in _held()]
-    return min(times) - time.monotonic() if times else None
-
-
-def _renew() -> None:
-    with _changed:
-        due = [taken for taken in _held() if taken._renew_at <= time.monotonic()]
-    for catalog in {taken.catalog._actor._actor_id: taken.catalog for taken in due}.values():
-        mine = [taken for taken in due if taken.catalog._actor._actor_id == catalog._actor._actor_id]
-        for taken in mine:
-            taken._renew_at = time.monotonic() + catalog.lease_s / _RENEWALS
-        try:
-            lost = set(catalog._call("renew", [taken.lease for taken in mine]))
-        except (MooncakeRayError, ray.exceptions.RayError, RuntimeError) as e:
-            logger.warning("mooncake_ray: leases of %r could not be renewed: %s", catalog, e)
-            continue
-        for taken in mine:
-            if taken.lease in lost and not taken.over:
-                logger.warning("mooncake_ray: %r is lost", taken)
-                taken.lost = True
