@@ -65,12 +65,12 @@ class Ledger:
     def lost(self, parcels: Collection[str]) -> None:
         """These stored batches are gone. Groups of them are to be made again; steps that have some get something else when they ask again."""
         gone = set(parcels)
-        self.production.lost(gone)
-        self.consumption.lost(gone)
+        self.consumption.lost(gone)  # what steps have goes back into the queue, or waits
         for group in [group for group in self.stock.queue if group.uses(gone)]:
             self.stock.queue.remove(group)
             self.stock.leave(group)
             self.stock.wait(Waiting(Group(group.uid, group.number), "lost"))
+        self.production.lost(gone)
 
     def processes(self) -> set[str]:
         """Those that have tickets or steps."""

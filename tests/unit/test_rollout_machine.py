@@ -214,4 +214,4 @@ def _even(group) -> bool:
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = hypothesis_settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestBooks.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
