@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from mooncake_ray.errors import SnapshotError
 from mooncake_ray.weights.tensor_file import Entry, header, raw
 
 __all__ = ["Body", "FileBody", "TensorsBody"]
@@ -26,7 +27,7 @@ class Body(ABC):
 
     @abstractmethod
     def pieces(self) -> Iterator[bytes | memoryview]:
-        """All of it, in pieces that are good until the next."""
+        """All of it, in pieces that are good until the next. Raises SnapshotError: it cannot be read any more."""
 
     @cached_property
     def headers(self) -> Mapping[str, str]:
@@ -64,11 +65,18 @@ class FileBody(Body):
     """A file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises OSError: it cannot be read."""
+        """Raises OSError: it is not there."""
         self._path = Path(path)
         self.nbytes = self._path.stat().st_size
 
     def pieces(self) -> Iterator[bytes]:
-        with open(self._path, "rb") as file:
-            while piece := file.read(_PIECE):
-                yield piece
+        left = self.nbytes
+        try:
+            with open(self._path, "rb") as file:
+                while left and (piece := file.read(min(left, _PIECE))):
+                    left -= len(piece)
+                    yield piece
+        except OSError as e:  # which is no matter of the connection
+            raise SnapshotError(f"{self._path} cannot be published: {e}") from e
+        if left:
+            raise SnapshotError(f"{self._path} cannot be published: {left} of its {self.nbytes} bytes are gone")

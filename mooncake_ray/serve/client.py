@@ -278,6 +278,7 @@ class WeightClient:
         Raises:
             StaleVersionError: this version, or a newer one, is there already (maybe from an earlier try whose answer was lost).
             PeerRefusedError: this client may not publish.
+            SnapshotError: the file cannot be read, or becomes shorter meanwhile.
             SyncTimeoutError: not done in time.
         """
         if isinstance(what, Mapping):

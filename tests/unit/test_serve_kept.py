@@ -22,6 +22,7 @@ from mooncake_ray.errors import (
     ChecksumError,
     CorruptBlockError,
     PeerRefusedError,
+    SnapshotError,
     SnapshotNotFoundError,
     StaleVersionError,
     SyncTimeoutError,
@@ -83,6 +84,24 @@ def test_a_file_that_somebody_else_has_written(site_with, tmp_path):
     client.publish(7, file)
     assert same(client.tensors(7), {"a": torch.tensor(list(b"abc"), dtype=torch.uint8), "b": values})
     assert client.describe(7)["extra"] == {"metadata": {"note": "hi"}, "files": {"config.json": "{}"}}
+
+
+@pytest.mark.parametrize(("spoil", "why"), [(Path.unlink, "No such file"), (lambda p: p.write_bytes(b"x"), "bytes are gone")])
+def test_a_file_that_goes_while_it_is_published(site_with, tmp_path, monkeypatch, spoil, why):
+    """It is not taken for a connection that breaks, which would be tried for an hour."""
+    site, file = site_with(publish_token="secret"), tmp_path / "x.safetensors"
+    safetensors.torch.save_file(TENSORS, file)
+    client = WeightClient(site.url, token="secret")
+    address = client._caller.address
+
+    def spoilt(*arguments, **options):
+        spoil(file)
+        return address(*arguments, **options)
+
+    monkeypatch.setattr(client._caller, "address", spoilt)
+    with pytest.raises(SnapshotError, match=f"cannot be published: .*{why}"):
+        client.publish(4, file, timeout_s=20.0)
+    assert client.versions() == [3]
 
 
 @pytest.mark.parametrize(
