@@ -124,7 +124,7 @@ class Caller:
             said = body_of(response, until, _MOST_SAID)
         if response.status in ok:
             return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, said)
-        raise error_of(response.status, response.headers, said, f"{method} {self.url}/v1/{path}")
+        raise _error_of(response.status, response.headers, said, f"{method} {self.url}/v1/{path}")
 
     def address(self, method: str, path: str, *, until: float) -> str:
         """Where the control plane sends that request to."""
@@ -188,7 +188,7 @@ def asked(
     said = body_of(response, until, _MOST_SAID)
     if response.status == 403:  # this address is over, or of another replica that had this port before
         raise Again(f"{what}: the address is not good any more")
-    raise error_of(response.status, response.headers, said, what)
+    raise _error_of(response.status, response.headers, said, what)
 
 
 def body_of(response: http.client.HTTPResponse, until: float, most: int | None = None) -> bytes:
@@ -234,7 +234,7 @@ def _is_http(url: str) -> bool:
         return False
 
 
-def error_of(status: int, headers: Any, said: bytes, what: str) -> Exception:
+def _error_of(status: int, headers: Any, said: bytes, what: str) -> Exception:
     """The error that an answer is: Again, if the same request may do better soon."""
     try:
         problem = json.loads(said)

@@ -47,7 +47,8 @@ def receive(store: SnapshotStore, version: int, request: Request, connection: Co
     nbytes = int(request.headers["content-length"])
     if nbytes > most_bytes:
         raise Problem(413, "too-large", f"the body has {nbytes} bytes; {most_bytes} are the most")
-    store.refuse_stale(version)
+    with disk_problems():
+        store.refuse_stale(version)
     if request.headers.get("expect", "").lower() == "100-continue":
         connection.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
     with ExitStack() as stack:
