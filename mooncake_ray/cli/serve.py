@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -62,18 +63,18 @@ def run(args: argparse.Namespace) -> int:
         from mooncake_ray.serve.deployment import run as start
     except ImportError as e:
         raise ConfigError(f"{e}: the endpoint needs `pip install mooncake_ray[serve]`") from None
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    if args.address is not None or not ray.is_initialized():
-        try:
-            ray.init(address=args.address or "auto", log_to_driver=False)
-        except ConnectionError:
-            if args.address is not None:
-                raise
-            ray.init(address="local", log_to_driver=False, include_dashboard=False)
     try:
+        ray.init(address=args.address or "auto", log_to_driver=False)
+    except ConnectionError:
+        if args.address is not None:
+            raise
+        ray.init(address="local", log_to_driver=False, include_dashboard=False)
+    with contextlib.ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell that is not interactive has begun it, which ignores Ctrl-C
+            signal.signal(number, signal.default_int_handler)
         serve.start(http_options={"host": args.host, "port": args.port})
+        stack.callback(serve.delete, "weights")
         start(
             args.store,
             replicas=args.replicas,
@@ -87,11 +88,9 @@ def run(args: argparse.Namespace) -> int:
             read_token=os.environ.get(_READ),
             publish_token=os.environ.get(_PUBLISH),
         )
-        print(f"serving {args.store} at http://{args.host}:{args.port}/v1/versions", flush=True)
-        ended.wait()
-    finally:
-        serve.delete("weights")
-        ray.shutdown()
+        with contextlib.suppress(KeyboardInterrupt):
+            print(f"serving {args.store} at http://{args.host}:{args.port}/v1/versions", flush=True)
+            threading.Event().wait()
     return 0
 
 
@@ -103,9 +102,11 @@ def pull(args: argparse.Namespace) -> int:
     began = time.monotonic()
     progress = None if args.quiet else _Progress(began)
     client = WeightClient(args.url, token=os.environ.get(_READ), connections=args.connections)
-    got = client.download(args.version, args.folder, on_progress=progress, timeout_s=args.timeout)
-    if progress is not None:
-        progress.end()
+    try:
+        got = client.download(args.version, args.folder, on_progress=progress, timeout_s=args.timeout)
+    finally:
+        if progress is not None:
+            progress.end()
     seconds = time.monotonic() - began
     resumed = f", {size(got.resumed_bytes)} of it from before" if got.resumed_bytes else ""
     print(f"version {got.version}: {len(got.files)} files, {size(got.nbytes)}{resumed}, in {seconds:.1f} s")

@@ -21,7 +21,7 @@ _TEXT = {
     404: "It is not there",
     409: "There is this version, or a newer one, already",
     422: "The request is not as it must be",
-    500: "What is on the disk is damaged",
+    500: "What is on the disk is damaged, or cannot be read",
     507: "The disk is full; from the data port",
     504: "It was not done in time",
     503: "Too much is going on: come again after `Retry-After` seconds",
@@ -34,7 +34,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {**body, "description": _TEXT[status]} for status in statuses}
 
 
-def _desk(request: Request) -> Desk:
+async def _desk(request: Request) -> Desk:
     return request.app.state.desk
 
 
@@ -42,23 +42,23 @@ TheDesk = Annotated[Desk, Depends(_desk)]
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 
 
-def may_read(desk: TheDesk, credentials: _Credentials) -> None:
+async def may_read(desk: TheDesk, credentials: _Credentials) -> None:
     """Raises Problem: 401 or 403."""
-    tokens = [t for t in (desk.settings.read_token, desk.settings.publish_token) if t is not None]
     if desk.settings.read_token is not None:
-        _check(credentials, tokens)
+        _check(credentials, desk.settings.read_token, desk.settings.publish_token)
 
 
-def may_publish(desk: TheDesk, credentials: _Credentials) -> None:
+async def may_publish(desk: TheDesk, credentials: _Credentials) -> None:
     """Raises Problem: 401 or 403."""
-    _check(credentials, [desk.settings.publish_token] if desk.settings.publish_token is not None else [])
+    _check(credentials, desk.settings.publish_token)
 
 
-def _check(credentials: HTTPAuthorizationCredentials | None, tokens: list[str]) -> None:
+def _check(credentials: HTTPAuthorizationCredentials | None, *tokens: str | None) -> None:
     if credentials is None:
         raise Problem(401, "unauthorized", "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
-    if not tokens:
+    known = [token.encode() for token in tokens if token is not None]
+    if not known:
         raise Problem(403, "forbidden", "this endpoint takes no versions: it has no token to publish")
     given = credentials.credentials.encode()
-    if not any([hmac.compare_digest(given, token.encode()) for token in tokens]):  # all of them, whichever it is
+    if not any([hmac.compare_digest(given, token) for token in known]):  # all of them, whichever it is
         raise Problem(403, "forbidden", "this token does not allow it")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import compile_path
+from starlette.routing import Match
 
 from mooncake_ray.errors import MooncakeRayError
 from mooncake_ray.serve import health, hub, overview, page, pins, publishing, versions, watching
@@ -30,6 +30,7 @@ def build_app(desk: Desk) -> FastAPI:
     """The application over a desk. Its schema is at /openapi.json, and for people at /docs."""
     app = FastAPI(title="mooncake_ray weights", version="1", docs_url="/docs", redoc_url=None, generate_unique_id_function=lambda r: r.name)
     app.state.desk = desk
+    app.state.watch = watching.Watch(lambda: app.state.desk)
     app.state.lookout = Lookout(lambda: app.state.desk)
     for router in ROUTERS:
         app.include_router(router)
@@ -37,6 +38,7 @@ def build_app(desk: Desk) -> FastAPI:
     app.openapi = lambda: _as_set(made(), desk)  # type: ignore[method-assign]
     app.add_exception_handler(Problem, _problem)
     app.add_exception_handler(MooncakeRayError, _error)
+    app.add_exception_handler(OSError, _error)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
     return app
@@ -60,7 +62,7 @@ def _problem(request: Request, error: Problem) -> Response:
     return _answer(error)
 
 
-def _error(request: Request, error: MooncakeRayError) -> Response:
+def _error(request: Request, error: Exception) -> Response:
     problem = of_error(error)
     if problem.status == 500:
         logger.error("mooncake_ray: %s %s: %s", request.method, request.url.path, error)
@@ -79,12 +81,8 @@ def _http(request: Request, error: HTTPException) -> Response:
 
 def _methods(request: Request) -> list[str]:
     """Of all routes to a path: each route knows of its own only."""
-    found: set[str] = set()
-    for path, operations in request.app.openapi()["paths"].items():
-        pattern = compile_path(path.replace("{path}", "{path:path}"))[0]
-        if pattern.match(request.scope["path"].removeprefix(request.scope.get("root_path", ""))):
-            found |= {method.upper() for method in operations}
-    return sorted(found | ({"HEAD"} if "GET" in found else set()))
+    routes = [route for router in ROUTERS for route in router.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods})
 
 
 def _invalid(request: Request, error: RequestValidationError) -> Response:

@@ -1,16 +1,17 @@
-"""`Caller`: requests to an endpoint, tried again until they are answered or their time is over; and what errors mean."""
+"""`Caller`: requests to an endpoint and its data ports, tried again until they are answered or their time is over; and what errors mean."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import random
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from mooncake_ray.errors import (
     ConfigError,
@@ -24,9 +25,10 @@ from mooncake_ray.errors import (
 )
 from mooncake_ray.transfer.deadline import Pauses
 
-__all__ = ["Again", "Answer", "Caller", "connect", "error_of", "quoted"]
+__all__ = ["Again", "Answer", "Caller", "asked", "body_of", "connect", "parsed", "quoted"]
 
 _MOST_SAID = 64 << 20  # bytes of JSON
+_PIECE = 1 << 20
 _LONGEST_PAUSE_S = 5.0
 
 
@@ -48,28 +50,32 @@ class Answer:
     body: bytes
 
     def json(self) -> Any:
-        return json.loads(self.body)
+        return parsed(self.body)
 
 
 class Caller:
     """Of one endpoint. Thread-safe."""
 
-    def __init__(self, url: str, token: str | None, *, idle_s: float) -> None:
+    def __init__(self, url: str, token: str | None, *, idle_s: float, ended: threading.Event | None = None) -> None:
         """
         Args:
             url: Of the endpoint, without /v1.
             idle_s: How long a server may say nothing.
+            ended: Once it is set, nothing is tried again.
 
         Raises:
             ConfigError: it is no URL, or the time is none.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if not _is_http(url):
             raise ConfigError(f"not an HTTP URL: {url!r}")
         if not idle_s > 0:
             raise ConfigError(f"idle_s must be positive, got {idle_s}")
         self.url, self.idle_s = url.rstrip("/"), idle_s
-        self._parts, self._token = urlsplit(self.url), token
+        self._parts, self._token, self._ended = urlsplit(self.url), token, ended or threading.Event()
+
+    def ended_by(self, ended: threading.Event) -> Caller:
+        """The same, which tries nothing again once that is set."""
+        return Caller(self.url, self._token, idle_s=self.idle_s, ended=ended)
 
     def call(
         self, method: str, path: str, *, body: Any = None, until: float, idle_s: float | None = None, ok: tuple[int, ...] = (200,)
@@ -102,9 +108,8 @@ class Caller:
                 why = str(e) or type(e).__name__
                 # Not all at the same moment, where many were told the same.
                 pause = min(getattr(e, "after_s", None) or pauses.next(), _LONGEST_PAUSE_S) * random.uniform(1.0, 1.5)
-            if time.monotonic() + pause >= until:
+            if time.monotonic() + pause >= until or self._ended.wait(pause):
                 raise SyncTimeoutError(f"{what}: not done within {max(0.0, until - begin):.3g} s: {why}")
-            time.sleep(pause)
 
     def _once(self, method: str, path: str, body: Any, until: float, idle_s: float, ok: tuple[int, ...]) -> Answer:
         headers = {"Accept": "application/json"}
@@ -113,25 +118,41 @@ class Caller:
         data = None
         if body is not None:
             data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
-        left = until - time.monotonic()
-        if left <= 0:
-            raise Again("its time is over")
-        with closing(connect(self._parts, min(left, idle_s))) as connection:
+        with closing(connect(self._parts, min(_left(until), idle_s))) as connection:
             connection.request(method, f"{self._parts.path}/v1/{path}", data, headers)
             response = connection.getresponse()
-            said = response.read(_MOST_SAID + 1)
-        if len(said) > _MOST_SAID:
-            raise TransportError(f"{self.url}/v1/{path}: more than {_MOST_SAID} bytes of JSON", method)
+            said = body_of(response, until, _MOST_SAID)
         if response.status in ok:
             return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, said)
-        raise error_of(response.status, response.headers, said, f"{method} {self.url}/v1/{path}")
+        raise _error_of(response.status, response.headers, said, f"{method} {self.url}/v1/{path}")
 
     def address(self, method: str, path: str, *, until: float) -> str:
         """Where the control plane sends that request to."""
-        answer = self.call(method, path, until=until, ok=(307,))
-        if not (location := answer.headers.get("location")):
-            raise TransportError(f"{method} {self.url}/v1/{path} was sent nowhere", method)
+        where = f"{self.url}/v1/{path}"
+        location = urljoin(where, self.call(method, path, until=until, ok=(307,)).headers.get("location", "nowhere:"))
+        if not _is_http(location):
+            raise TransportError(f"{method} {where} was sent to {location!r}", method)
         return location
+
+    def patience(self, until: float) -> float:
+        """Seconds that the socket of a connection waits. Raises Again: there are none left."""
+        return min(self.idle_s, _left(until))
+
+    @contextmanager
+    def payload(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: Iterable[bytes | memoryview] | None = None,
+        *,
+        ok: int,
+        until: float,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """What a data port answers to which the control plane sends a request. Once; to be done `patiently`. Raises as `asked`."""
+        parts = urlsplit(self.address(method, path, until=until))
+        with closing(connect(parts, self.patience(until))) as connection:
+            yield asked(connection, parts, method, headers, body, ok=ok, until=until)
 
 
 def connect(parts: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
@@ -139,7 +160,81 @@ def connect(parts: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
     return kind(parts.hostname or "", parts.port, timeout=timeout_s)
 
 
-def error_of(status: int, headers: Any, said: bytes, what: str) -> Exception:
+def asked(
+    connection: http.client.HTTPConnection,
+    parts: SplitResult,
+    method: str,
+    headers: Mapping[str, str],
+    body: Iterable[bytes | memoryview] | None = None,
+    *,
+    ok: int,
+    until: float,
+) -> http.client.HTTPResponse:
+    """What a data port answers at an address of its own, if that is with the status `ok`.
+
+    Raises:
+        Again: it may do better soon, maybe at another address.
+        OSError, HTTPException: the connection breaks.
+        MooncakeRayError: what else it says.
+    """
+    what = f"{method} {parts.netloc}{parts.path}"
+    if connection.sock is None:
+        connection.connect()
+    with suppress(BrokenPipeError, ConnectionResetError):  # the server says why
+        connection.request(method, f"{parts.path}?{parts.query}", body, dict(headers))
+    response = connection.getresponse()
+    if response.status == ok:
+        return response
+    said = body_of(response, until, _MOST_SAID)
+    if response.status == 403:  # this address is over, or of another replica that had this port before
+        raise Again(f"{what}: the address is not good any more")
+    raise _error_of(response.status, response.headers, said, what)
+
+
+def body_of(response: http.client.HTTPResponse, until: float, most: int | None = None) -> bytes:
+    """All of it.
+
+    Raises:
+        Again: it ended too early, or the time is over.
+        TransportError: it has more than `most` bytes.
+    """
+    due, pieces, got = response.length, [], 0
+    while piece := response.read(_PIECE):
+        pieces.append(piece)
+        got += len(piece)
+        if most is not None and got > most:
+            raise TransportError(f"an answer of more than {most} bytes")
+        if got != due:
+            _left(until)
+    if due is not None and got < due:
+        raise Again(f"{got} bytes came of {due}")
+    return b"".join(pieces)
+
+
+def parsed(said: bytes) -> Any:
+    """JSON that an endpoint says. Raises TransportError: it is none."""
+    try:
+        return json.loads(said)
+    except ValueError as e:
+        raise TransportError(f"an answer that is no JSON: {e}") from None
+
+
+def _left(until: float) -> float:
+    """Seconds. Raises Again: there are none."""
+    if (left := until - time.monotonic()) <= 0:
+        raise Again("its time is over")
+    return left
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
+
+
+def _error_of(status: int, headers: Any, said: bytes, what: str) -> Exception:
     """The error that an answer is: Again, if the same request may do better soon."""
     try:
         problem = json.loads(said)

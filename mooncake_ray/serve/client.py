@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
-import json
 import math
 import mmap
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
-from mooncake_ray.errors import ChecksumError, ConfigError, MooncakeRayError, SnapshotNotFoundError, SyncTimeoutError
-from mooncake_ray.serve.caller import Caller, connect, error_of, quoted
+from mooncake_ray.errors import ChecksumError, ConfigError, MooncakeRayError, SnapshotNotFoundError, SyncTimeoutError, TransportError
+from mooncake_ray.serve.body import FileBody, TensorsBody
+from mooncake_ray.serve.caller import Caller, body_of, parsed, quoted
+from mooncake_ray.serve.contents import FILE_NAME, FILES, MODEL
 from mooncake_ray.serve.download import Download
 from mooncake_ray.serve.log_directory import LogDirectory
 from mooncake_ray.serve.ranged import RangeReader
 from mooncake_ray.weights.digest import content_digest
 from mooncake_ray.weights.manifest import few
-from mooncake_ray.weights.tensor_file import Entry, header, raw
 
 __all__ = ["Downloaded", "Pin", "WeightClient"]
 
-MODEL = "model.safetensors"
 _PIN_S = 120.0
+_MOST_HOLDER = 200  # characters, as the endpoint has it
 _LONGEST_POLL_S = 30.0
-_PIECE = 1 << 20
 _TRIES = 3  # a damaged range is fetched again
 
 
@@ -63,10 +60,11 @@ class Pin:
         self._thread.start()
 
     def _renew(self) -> None:
+        caller = self._caller.ended_by(self._end)
         while not self._end.wait(self._ttl_s / 3):
             with contextlib.suppress(MooncakeRayError):  # the next one may do; if it is over, reading says so
                 until = time.monotonic() + self._ttl_s / 3
-                self._caller.call("PUT", quoted("pins", self.id), body={"ttl_s": self._ttl_s}, until=until)
+                caller.call("PUT", quoted("pins", self.id), body={"ttl_s": self._ttl_s}, until=until)
 
     def release(self) -> None:
         """The version may go. Does nothing the second time."""
@@ -114,8 +112,8 @@ class WeightClient:
         self._caller = Caller(url, token, idle_s=idle_s)
         self.timeout_s, self.connections = timeout_s, connections
 
-    def _get(self, path: str, timeout_s: float | None = None) -> Any:
-        return self._caller.call("GET", path, until=self._until(timeout_s)).json()
+    def _get(self, path: str, until: float | None = None) -> Any:
+        return self._caller.call("GET", path, until=self._until(None) if until is None else until).json()
 
     def _until(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
@@ -132,7 +130,10 @@ class WeightClient:
 
     def manifest(self, version: int | str = "latest") -> dict[str, Any]:
         """A version's tensors, and where they are in `model.safetensors`. Raises SnapshotNotFoundError."""
-        return self._get(quoted("versions", version, "manifest"))
+        return self._manifest(version)
+
+    def _manifest(self, version: int | str, until: float | None = None) -> dict[str, Any]:
+        return self._get(quoted("versions", version, "manifest"), until)
 
     def health(self) -> dict[str, Any]:
         """Of a replica, whichever answers."""
@@ -165,9 +166,11 @@ class WeightClient:
 
     def pin(self, version: int | str, ttl_s: float = _PIN_S, *, holder: str = "") -> Pin:
         """Keeps a version. Raises SnapshotNotFoundError: it is not there."""
-        answer = self._caller.call(
-            "POST", quoted("versions", version, "pins"), body={"ttl_s": ttl_s, "holder": holder}, until=self._until(None), ok=(201,)
-        )
+        return self._pin(version, ttl_s, holder, self._until(None))
+
+    def _pin(self, version: int | str, ttl_s: float, holder: str, until: float) -> Pin:
+        path = quoted("versions", version, "pins")
+        answer = self._caller.call("POST", path, body={"ttl_s": ttl_s, "holder": holder}, until=until, ok=(201,))
         return Pin(self._caller, answer.json(), ttl_s, self.timeout_s)
 
     # ---- reading
@@ -194,12 +197,17 @@ class WeightClient:
             SnapshotNotFoundError: it is not there.
             ChecksumError: what came is not what was published, again and again.
             SyncTimeoutError: not done in time. What came stays for the next try.
+            TransportError: it has files of names that would be somewhere else.
             OSError: the disk is full, or fails.
         """
         until, target = self._until(timeout_s), Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        with self.pin(version, holder=f"download to {target.name}") as pin:
-            about = self.describe(pin.version)
+        with self._pin(version, _PIN_S, f"download to {target.name}"[:_MOST_HOLDER], until) as pin:
+            about = self._get(quoted("versions", pin.version), until)
+            if strange := [f["name"] for f in about["files"] if not re.fullmatch(FILE_NAME, f["name"])]:
+                raise TransportError(
+                    f"version {pin.version} of {self._caller.url} has a file {strange[0]!r}, which is no name of one", "GET"
+                )
             total = sum(f["nbytes"] for f in about["files"])
             progress = _Progress(on_progress, total)
             resumed = broken = 0
@@ -217,7 +225,7 @@ class WeightClient:
         broken = 0
         for left in reversed(range(_TRIES)):
             broken += download.fetch(self._caller, path, self.connections, progress.add, until=until)
-            wrong = _wrong(download, self.manifest(version)) if verify else []
+            wrong = _wrong(download, self._manifest(version, until)) if verify else []
             if not wrong:
                 return broken
             if not left:
@@ -235,7 +243,7 @@ class WeightClient:
             ChecksumError: what came is not what was published.
         """
         until = self._until(timeout_s)
-        manifest = self.manifest(version)
+        manifest = self._manifest(version, until)
         known = {t["name"]: t for t in manifest["tensors"]}
         wanted = list(known) if names is None else list(names)
         if lacking := [name for name in wanted if name not in known]:
@@ -270,29 +278,22 @@ class WeightClient:
         Raises:
             StaleVersionError: this version, or a newer one, is there already (maybe from an earlier try whose answer was lost).
             PeerRefusedError: this client may not publish.
+            SnapshotError: the file cannot be read, or becomes shorter meanwhile.
             SyncTimeoutError: not done in time.
         """
         if isinstance(what, Mapping):
-            body = _Tensors(what, {f"files/{name}": text for name, text in (files or {}).items()})
+            body = TensorsBody(what, {f"{FILES}/{name}": text for name, text in (files or {}).items()})
         elif files:
             raise ConfigError("files go with tensors; a file has them in its metadata")
         else:
-            body = _File(Path(what))
+            body = FileBody(what)
+        headers = body.headers  # its time does not count
         until = self._until(timeout_s)
         path = quoted("versions", version)
 
         def once() -> dict[str, Any]:
-            parts = urlsplit(self._caller.address("PUT", path, until=until))
-            with contextlib.closing(connect(parts, min(self._caller.idle_s, max(0.001, until - time.monotonic())))) as connection:
-                headers = {"Content-Length": str(body.nbytes), "Content-Digest": f"sha-256=:{body.digest}:"}
-                headers["Content-Type"] = "application/vnd.safetensors"
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server says why
-                    connection.request("PUT", f"{parts.path}?{parts.query}", body.pieces(), headers)
-                response = connection.getresponse()
-                said = response.read(_PIECE)
-            if response.status != 201:
-                raise error_of(response.status, response.headers, said, f"PUT {parts.netloc}{parts.path}")
-            return json.loads(said)
+            with self._caller.payload("PUT", path, headers, body.pieces(), ok=201, until=until) as response:
+                return parsed(body_of(response, until))
 
         return self._caller.patiently(once, until, f"publishing version {version}")
 
@@ -319,45 +320,6 @@ class _Progress:
             there = min(self._there, self._total)
         if self._tell is not None:
             self._tell(there, self._total)
-
-
-class _Tensors:
-    """Tensors as the body of a request."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        ordered = sorted(tensors.items(), key=lambda t: -t[1].element_size())
-        entries = [Entry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in ordered]
-        self._head = header(entries, {"format": "pt", **metadata})[0]
-        self._tensors = [t for _, t in ordered]
-        self.nbytes = len(self._head) + sum(e.nbytes for e in entries)
-        self.digest = _digest(self.pieces())
-
-    def pieces(self) -> Iterator[bytes | memoryview]:
-        yield self._head
-        for tensor in self._tensors:
-            data = raw(tensor)
-            for at in range(0, len(data), _PIECE):
-                yield data[at : at + _PIECE]
-
-
-class _File:
-    """A file as the body of a request."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self.nbytes = path, path.stat().st_size
-        self.digest = _digest(self.pieces())
-
-    def pieces(self) -> Iterator[bytes]:
-        with open(self._path, "rb") as file:
-            while piece := file.read(_PIECE):
-                yield piece
-
-
-def _digest(pieces: Iterator[bytes | memoryview]) -> str:
-    sha = hashlib.sha256()
-    for piece in pieces:
-        sha.update(piece)
-    return base64.b64encode(sha.digest()).decode()
 
 
 def _wrong(download: Download, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import mimetypes
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mooncake_ray.errors import SnapshotError, SnapshotNotFoundError
+from mooncake_ray.errors import SnapshotNotFoundError
 from mooncake_ray.serve.spans import Content, FileSpan, Gathered, Held, Span
 from mooncake_ray.weights.draft import MANIFEST
 from mooncake_ray.weights.generation import Snapshot
@@ -21,13 +22,16 @@ from mooncake_ray.weights.manifest import Region, few
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.tensor_file import Entry, bits, header, raw
 
-__all__ = ["FILES", "MODEL", "Placed", "Volume"]
+__all__ = ["FILES", "FILE_NAME", "MODEL", "Placed", "Volume", "on_disk"]
 
 MODEL = "model.safetensors"
 FILES = "files"
 """Key of a manifest's `extra`: small files that go with a version, their text by name."""
+FILE_NAME = r"(?!\.\.?$)[A-Za-z0-9_.-]{1,200}"
+"""What they, and files that go with every version, may be called. Others are not given out."""
 _TENSORS_TYPE = "application/vnd.safetensors"
 _BYTES_TYPE = "application/octet-stream"
+_NAME = re.compile(FILE_NAME)
 _BLOCK_BYTES = 4 << 20  # put together at a time
 
 
@@ -55,9 +59,7 @@ class Volume:
         self.version, self.manifest = snapshot.version, snapshot.manifest
         path = snapshot.path / MANIFEST
         self.tag = hashlib.sha256(path.read_bytes()).hexdigest()[:40]
-        self._numbers: dict[str, list[int]] = {m.name: [] for m in self.manifest.metas}
-        for number, (_, meta, _) in enumerate(snapshot.regions):
-            self._numbers[meta.name].append(number)
+        self._metas = {m.name: m for m in self.manifest.metas}
 
     # ---- tensors
 
@@ -65,11 +67,10 @@ class Volume:
     def _ordered(self) -> list[ParamMeta]:
         """As they are in the file: elements of more bytes first, so that they lie aligned; else as they are on the disk, so that what is read
         together lies together."""
-        place = {
-            name: min(((self.snapshot.regions[n][0], self.snapshot.regions[n][2].offset) for n in numbers), default=("", 0))
-            for name, numbers in self._numbers.items()
-        }
-        return sorted(self.manifest.metas, key=lambda m: (-m.itemsize, place[m.name], m.name))
+        place: dict[str, tuple[str, int]] = {}
+        for file, meta, region in self.snapshot.regions:
+            place[meta.name] = min((file, region.offset), place.get(meta.name, (file, region.offset)))
+        return sorted(self.manifest.metas, key=lambda m: (-m.itemsize, place.get(m.name, ("", 0)), m.name))
 
     @cached_property
     def _layout(self) -> tuple[bytes, dict[str, Placed]]:
@@ -90,10 +91,9 @@ class Volume:
         Raises:
             SnapshotError: the snapshot has not got all of a tensor.
         """
-        head, tensors = self._layout
-        spans: list[Span] = [Held(head)]
-        for name in tensors:
-            spans += self._spans(name)
+        spans: list[Span] = [Held(self._layout[0])]
+        for meta in self._ordered:
+            spans += self._spans(meta)
         return Content(spans, media_type=_TENSORS_TYPE, etag=f'"{self.tag}-model"')
 
     def tensor(self, name: str) -> Content:
@@ -103,33 +103,28 @@ class Volume:
             SnapshotNotFoundError: there is none of that name.
             SnapshotError: the snapshot has not got all of it.
         """
-        if name not in self._numbers:
-            raise SnapshotNotFoundError(f"version {self.version} has no tensor {name!r}, of {few(sorted(self._numbers))}")
+        spans = self._spans(self._meta(name))
         which = hashlib.sha256(name.encode()).hexdigest()[:16]
-        return Content(self._spans(name), media_type=_BYTES_TYPE, etag=f'"{self.tag}-{which}"')
+        return Content(spans, media_type=_BYTES_TYPE, etag=f'"{self.tag}-{which}"')
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor, as a copy. Raises as `tensor`."""
-        self.tensor(name)
-        meta = self.tensors[name].meta
-        out = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
-        for number in self._numbers[name]:
-            region = self.snapshot.regions[number][2]
-            bits(out)[tuple(slice(a, b) for a, b in zip(region.lo, region.hi, strict=True))] = bits(self.snapshot.tensor(number))
-        return out
+        """A tensor, not to be written. Raises as `tensor`, and ChecksumError: it is not what was written."""
+        return self.snapshot.whole(self._meta(name))
 
-    def _spans(self, name: str) -> list[Span]:
-        numbers = self._numbers[name]
-        meta = self.tensors[name].meta
+    def _meta(self, name: str) -> ParamMeta:
+        if (meta := self._metas.get(name)) is None:
+            raise SnapshotNotFoundError(f"version {self.version} has no tensor {name!r}, of {few(sorted(self._metas))}")
+        return meta
+
+    def _spans(self, meta: ParamMeta) -> list[Span]:
+        numbers = self.snapshot.parts_of(meta)
         regions = [self.snapshot.regions[n] for n in numbers]
-        if (held := sum(math.prod(r.extent) for _, _, r in regions)) != math.prod(meta.shape):
-            raise SnapshotError(f"{name}: version {self.version} holds {held} of {math.prod(meta.shape)} elements")
         if all(_is_run(r, meta.shape) for _, _, r in regions):
             regions.sort(key=lambda r: _begin(r[2], meta.shape))
             return [FileSpan(str(self.snapshot.path / file), r.offset, meta.itemsize * math.prod(r.extent)) for file, _, r in regions]
         return [Gathered(self._gather(meta, numbers), 0, meta.nbytes)]
 
-    def _gather(self, meta: ParamMeta, numbers: list[int]) -> Callable[[int, int], Iterator[memoryview]]:
+    def _gather(self, meta: ParamMeta, numbers: Sequence[int]) -> Callable[[int, int], Iterator[memoryview]]:
         """Puts rows of a tensor together that is cut across them."""
         dim = next(k for k, n in enumerate(meta.shape) if n > 1)
         row = meta.nbytes // meta.shape[dim]
@@ -143,7 +138,7 @@ class Volume:
 
         return read
 
-    def _rows(self, meta: ParamMeta, numbers: list[int], dim: int, first: int, last: int) -> torch.Tensor:
+    def _rows(self, meta: ParamMeta, numbers: Sequence[int], dim: int, first: int, last: int) -> torch.Tensor:
         shape = list(meta.shape)
         shape[dim] = last - first
         out = torch.empty(shape, dtype=getattr(torch, meta.dtype))
@@ -161,7 +156,7 @@ class Volume:
     @property
     def files(self) -> list[str]:
         """Names of all, the model's first."""
-        common = (p.name for p in self._directory.iterdir() if p.is_file()) if self._directory is not None else ()
+        common = (p.name for p in self._directory.iterdir() if _NAME.fullmatch(p.name) and p.is_file()) if self._directory else ()
         return [MODEL, *sorted({*self._own_files, *common} - {MODEL})]
 
     def file(self, name: str) -> Content:
@@ -171,20 +166,19 @@ class Volume:
         if name in self._own_files:
             data = self._own_files[name].encode()
             return Content([Held(data)], media_type=_type_of(name), etag=f'"{hashlib.sha256(data).hexdigest()[:32]}"')
-        if self._directory is not None and name not in ("", ".", "..") and "/" not in name and "\0" not in name:
-            path = self._directory / name
-            if path.is_file():
-                return on_disk(path)
+        if self._directory is not None and _NAME.fullmatch(name) and (path := self._directory / name).is_file():
+            return on_disk(path)
         raise SnapshotNotFoundError(f"version {self.version} has no file {name!r}, of {few(self.files)}")
 
     @property
     def _own_files(self) -> Mapping[str, str]:
         found = self.manifest.extra.get(FILES, {})
-        return found if isinstance(found, dict) else {}
+        named = found.items() if isinstance(found, dict) else ()  # anybody may have written it
+        return {name: text for name, text in named if _NAME.fullmatch(name) and isinstance(text, str)}
 
 
 def on_disk(path: Path) -> Content:
-    """A file that is there as it is."""
+    """A file that is there as it is. Raises FileNotFoundError: it was deleted this moment."""
     stat = path.stat()
     tag = hashlib.sha256(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:40]
     return Content([FileSpan(str(path), 0, stat.st_size)], media_type=_type_of(path.name), etag=f'"{tag}"')

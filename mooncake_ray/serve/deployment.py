@@ -35,7 +35,8 @@ class Endpoint:
         return build_app(self._desk)
 
     def __del__(self) -> None:
-        self._desk.close()
+        if hasattr(self, "_desk"):  # else it has not begun
+            self._desk.close()
 
     def check_health(self) -> None:
         """Serve starts the replica anew if this raises."""
@@ -72,7 +73,8 @@ class Keeping:
         return self._keeper.store(version)
 
     def __del__(self) -> None:
-        self._keeper.close()
+        if hasattr(self, "_keeper"):  # else it has not begun
+            self._keeper.close()
 
 
 def run(

@@ -7,12 +7,12 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mooncake_ray.errors import SnapshotNotFoundError
+from mooncake_ray.errors import MooncakeRayError, SnapshotNotFoundError
 from mooncake_ray.serve.catalog import Entry, listing
 from mooncake_ray.serve.contents import Volume, on_disk
 from mooncake_ray.serve.leases import Leases
@@ -28,15 +28,16 @@ from mooncake_ray.serve.wire import Connection, Request
 from mooncake_ray.weights.delta_index import INDEX, Index
 from mooncake_ray.weights.delta_log import DELTAS
 from mooncake_ray.weights.file_source import LocalDirectory
-from mooncake_ray.weights.snapshot import SnapshotStore
 
 __all__ = ["Desk"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger("mooncake_ray")
 
 _SWEEP_S = 1.0
-_ALL = 1 << 62
-_LOGGED = re.compile(rf"(?:{re.escape(INDEX)}|{DELTAS}/[\w.-]+\.patch|version-(\d{{8,19}})/(?:manifest\.json|[\w.-]+\.safetensors))$")
+_END_S = 5.0  # for what the disk is doing
+_LOGGED = re.compile(rf"(?:{re.escape(INDEX)}|{DELTAS}/[\w.-]+\.patch|version-(\d{{8,19}})/(?:manifest\.json|[\w.-]+\.safetensors))")
 
 
 class Desk:
@@ -53,11 +54,9 @@ class Desk:
             OSError: the data port is taken, or cannot be listened on.
         """
         self.settings, self.host, self.name, self.keeper = settings, settings.host or host, name, keeper
-        self.store = SnapshotStore(settings.store, keep=settings.keep or _ALL)
+        self.store = settings.snapshots()
         self.leases = Leases(self.store)
         self.shelf = Shelf(self.store, Path(settings.files) if settings.files else None, settings.linger_s)
-        self.watch: Any = None
-        """Of the coroutines that answer."""
         self._signer = Signer()
         turnstile = Turnstile(settings.max_transfers, settings.max_waiting, settings.wait_s)
         listener = listen([settings.listen] if settings.listen else [self.host, host], settings.port)
@@ -69,7 +68,7 @@ class Desk:
     def close(self) -> None:
         """Cuts transfers off."""
         self._end.set()
-        self._sweeper.join()
+        self._sweeper.join(_END_S)
         self.port.close()
         self.shelf.sweep(all_of_them=True)
 
@@ -83,41 +82,48 @@ class Desk:
         """Of deltas; an empty one where there are none."""
         return Index.of(LocalDirectory(self.store.directory))
 
-    def number(self, version: str | int) -> int:
-        """Raises SnapshotNotFoundError: the latest one is asked for, and there is none."""
-        return self.shelf.latest() if version == "latest" else int(version)
+    def at(self, version: str | int, act: Callable[[int], T]) -> T:
+        """Does it to the number of a version, or of the one that is `latest`: to the next of those if one is deleted meanwhile.
+
+        Raises:
+            SnapshotNotFoundError: it is not there.
+        """
+        while True:
+            number = self.shelf.latest() if version == "latest" else int(version)
+            try:
+                return act(number)
+            except SnapshotNotFoundError:
+                if version != "latest" or self.shelf.latest() == number:
+                    raise
 
     @contextmanager
     def volume(self, version: str | int) -> Iterator[Volume]:
         """A whole version, which stays within the `with` block. Raises as `Shelf.take`."""
-        with self.shelf.take(self.number(version)) as volume:
-            yield volume
+        with ExitStack() as stack:
+            yield self.at(version, lambda number: stack.enter_context(self.shelf.take(number)))
 
     # ---- addresses of the data port
 
-    def address(self, method: str, *path: str) -> str:
+    def address(self, method: str, *path: object) -> str:
         """Where a method may be used on a path for a while."""
-        signed = self._signer.sign(method, "/" + "/".join(path), int(time.time() + self.settings.link_s))
+        signed = self._signer.sign(method, _joined(path), int(time.time() + self.settings.link_s))
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port.number}{signed}"
 
-    def check_logged(self, path: str) -> None:
-        """Raises SnapshotNotFoundError: that is no file of a log of deltas."""
-        if not _LOGGED.match(path) or not (self.store.directory / path).is_file():
-            raise SnapshotNotFoundError(f"there is no file {path!r} among the deltas")
+    def address_of(self, *path: object) -> str:
+        """Where the content at a path can be had for a while. Raises SnapshotNotFoundError: there is none."""
+        with self._find(_joined(path)):
+            return self.address("GET", *path)
 
     @contextmanager
     def _find(self, path: str) -> Iterator[Content]:
         """The content at a path of the data port."""
         kind, _, rest = path.lstrip("/").partition("/")
         if kind == "log":
-            self.check_logged(rest)
-            version = _LOGGED.match(rest)[1]
-            if version is None:
+            if (logged := _LOGGED.fullmatch(rest)) is None or not (self.store.directory / rest).is_file():
+                raise SnapshotNotFoundError(f"there is no file {rest!r} among the deltas")
+            with self.shelf.take(int(logged[1])) if logged[1] is not None else nullcontext():
                 yield on_disk(self.store.directory / rest)
-            else:
-                with self.shelf.take(int(version)):
-                    yield on_disk(self.store.directory / rest)
             return
         version, _, rest = rest.partition("/")
         what, _, name = rest.partition("/")
@@ -130,9 +136,8 @@ class Desk:
         kind, _, version = path.lstrip("/").partition("/")
         if kind != "versions" or not version.isdigit():
             raise Problem(404, "not-found", f"nothing can be stored at {path}")
-        manifest = receive(self.store, int(version), request, connection, self.settings.max_upload_bytes)
-        nbytes = sum(m.nbytes for m in manifest.metas)
-        return 201, json.dumps({"version": manifest.version, "nbytes": nbytes, "tensors": len(manifest.metas)}).encode()
+        entries = receive(self.store, int(version), request, connection, self.settings.max_upload_bytes)
+        return 201, json.dumps({"version": int(version), "nbytes": sum(e.nbytes for e in entries), "tensors": len(entries)}).encode()
 
     # ---- in the background
 
@@ -143,5 +148,9 @@ class Desk:
                 self.shelf.sweep()
                 if self.settings.keep is not None:
                     self.store.clean()
-            except OSError as e:  # the disk may be well again later
+            except (OSError, MooncakeRayError) as e:  # the disk may be well again later
                 logger.warning("mooncake_ray: looking after %s: %s", self.store.directory, e)
+
+
+def _joined(path: Sequence[object]) -> str:
+    return "/" + "/".join(map(str, path))

@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 
+from mooncake_ray.errors import SyncAbortedError
 from mooncake_ray.serve.caller import Caller
 from mooncake_ray.serve.ranged import RangeReader
 
@@ -52,41 +54,31 @@ class Download:
             path: After /v1/, quoted.
             on_bytes: Called by any of several threads with how many bytes more are there.
         """
-        missing = iter(sorted(set(range(-(-self.nbytes // self._chunk))) - self._done))
-        failed = threading.Event()
-        broken = 0
+        missing = sorted(set(range(-(-self.nbytes // self._chunk))) - self._done)
+        left, ended = iter(missing), threading.Event()
+        caller = caller.ended_by(ended)
 
-        def work() -> None:
-            nonlocal broken
-            reader = RangeReader(caller, path, self.etag)
-            try:
-                while not failed.is_set():
-                    with self._lock:
-                        number = next(missing, None)
-                    if number is None:
-                        return
+        def sink(at: int, data: memoryview) -> None:
+            if ended.is_set():
+                raise SyncAbortedError(f"{self.path}: another connection's error has ended the download")
+            os.pwrite(self._file, data, at)
+            on_bytes(len(data))
+
+        def work() -> int:
+            with closing(RangeReader(caller, path, self.etag)) as reader:
+                while (number := self._next(left)) is not None:
                     begin = number * self._chunk
-
-                    def sink(at: int, data: memoryview) -> None:
-                        os.pwrite(self._file, data, at)
-                        on_bytes(len(data))
-
                     reader.read(begin, begin + self._size(number), sink, until=until)
                     self._mark(number)
-            except BaseException:
-                failed.set()
-                raise
-            finally:
-                reader.close()
-                with self._lock:
-                    broken += reader.broken
+                return reader.broken
 
-        with ThreadPoolExecutor(max(1, connections), "mooncake_ray.download") as pool:
-            tasks = [pool.submit(work) for _ in range(max(1, connections))]
-            wait(tasks)
-        for task in tasks:
-            task.result()
-        return broken
+        with ThreadPoolExecutor(connections, "mooncake_ray.download") as pool:
+            tasks = [pool.submit(work) for _ in missing[:connections]]
+            try:
+                done = wait(tasks, return_when=FIRST_EXCEPTION).done
+            finally:
+                ended.set()  # what the others would still do is of no use, nor after Ctrl-C
+        return sum(task.result() for task in done)
 
     def again(self, stretches: Iterable[tuple[int, int]]) -> None:
         """These bytes are wrong: chunks that have any of them are to be fetched anew."""
@@ -113,6 +105,10 @@ class Download:
 
     def _size(self, number: int) -> int:
         return min(self._chunk, self.nbytes - number * self._chunk)
+
+    def _next(self, left: Iterator[int]) -> int | None:
+        with self._lock:
+            return next(left, None)
 
     def _mark(self, number: int) -> None:
         with self._lock:

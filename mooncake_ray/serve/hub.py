@@ -3,17 +3,18 @@ has version 12."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
-from fastapi.responses import RedirectResponse
 
 from mooncake_ray.errors import SnapshotNotFoundError
 from mooncake_ray.serve import schema
 from mooncake_ray.serve.access import TheDesk, may_read, problems
 from mooncake_ray.serve.desk import Desk
 from mooncake_ray.serve.problems import Problem
-from mooncake_ray.serve.versions import ELSEWHERE, FileName
+from mooncake_ray.serve.redirect import redirect, sent_on
+from mooncake_ray.serve.versions import FileName
 
 __all__ = ["router"]
 
@@ -27,18 +28,11 @@ Revision = Annotated[
 
 def _number(desk: Desk, revision: str) -> int:
     """Raises Problem, 404, as the hub says it."""
-    try:
-        if revision == "main":
-            return desk.shelf.latest()
-        if len(revision) < 40:
-            with desk.volume(revision):
-                return int(revision)
-        for version in reversed(desk.store.versions()):
-            with desk.volume(version) as volume:
-                if volume.tag == revision:
-                    return version
-    except SnapshotNotFoundError:
-        pass
+    by_tag = len(revision) == 40
+    for version in reversed(desk.store.versions()) if by_tag else ["latest" if revision == "main" else revision]:
+        with suppress(SnapshotNotFoundError), desk.volume(version) as volume:  # one may go at any moment
+            if not by_tag or volume.tag == revision:
+                return volume.version
     raise Problem(404, "not-found", f"there is no revision {revision!r}", {"X-Error-Code": "RevisionNotFound"})
 
 
@@ -63,7 +57,7 @@ def tree(desk: TheDesk, owner: Name, repo: Name, revision: Revision) -> list[sch
         return [schema.HubEntry(type="file", path=name, size=c.nbytes, oid=c.etag.strip('"')) for name, c in found.items()]
 
 
-def _headers(desk: Desk, revision: str, name: str) -> tuple[int, dict[str, Any]]:
+def _headers(desk: Desk, revision: str, name: str) -> tuple[int, dict[str, str]]:
     with desk.volume(_number(desk, revision)) as volume:
         try:
             content = volume.file(name)
@@ -73,18 +67,10 @@ def _headers(desk: Desk, revision: str, name: str) -> tuple[int, dict[str, Any]]
         return volume.version, {"X-Repo-Commit": volume.tag, "ETag": content.etag, "X-Linked-Etag": content.etag, "X-Linked-Size": size}
 
 
-@router.head("/{owner}/{repo}/resolve/{revision}/{name}", include_in_schema=False)
-@router.get(
-    "/{owner}/{repo}/resolve/{revision}/{name}",
-    name="hub_file",
-    status_code=307,
-    response_model=None,
-    response_class=RedirectResponse,
-    responses=ELSEWHERE,
-)
+@sent_on(router, "/{owner}/{repo}/resolve/{revision}/{name}", name="hub_file")
 def file(desk: TheDesk, request: Request, owner: Name, repo: Name, revision: Revision, name: FileName) -> Response:
     """A file of a version."""
     version, headers = _headers(desk, revision, name)
     if request.method == "HEAD":  # what it would be, from here: clients look for these headers before they follow
         return Response(None, 200, headers)
-    return RedirectResponse(desk.address("GET", "versions", str(version), "files", name), 307, headers | {"Cache-Control": "no-store"})
+    return redirect(desk.address_of("versions", version, "files", name), headers)

@@ -12,15 +12,13 @@ from mooncake_ray.engines.torch_module import TorchModuleEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, SnapshotNotFoundError, StaleVersionError
 from mooncake_ray.serve.settings import Settings
 from mooncake_ray.sync.group import WeightSyncGroup
-from mooncake_ray.weights.snapshot import SnapshotStore
 from mooncake_ray.weights.source import StateDictSource
 
 __all__ = ["Keeper"]
 
 logger = logging.getLogger("mooncake_ray")
 
-_ALL = 1 << 62
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S, _AGAIN_S = 0.1, 10.0  # the latter after what a full disk, say, has ended
 _JOIN_S = 60.0
 
 
@@ -36,7 +34,7 @@ class Keeper:
         if settings.group is None:
             raise ConfigError("no group is named whose versions could be stored")
         mooncake_ray.install()
-        self._store = SnapshotStore(settings.store, keep=settings.keep or _ALL)
+        self._store = settings.snapshots()
         group = WeightSyncGroup.find(settings.group)
         metas = group.metas(timeout_s=_JOIN_S)
         self._shard = StateDictSource({m.name: torch.zeros(m.shape, dtype=getattr(torch, m.dtype)) for m in metas})
@@ -75,8 +73,9 @@ class Keeper:
 
     def _watch(self) -> None:
         """Stores every so many versions by itself."""
-        last = self._store.latest()
-        while not self._end.wait(_LOOK_EVERY_S):
+        last, pause = self._store.latest(), _LOOK_EVERY_S
+        while not self._end.wait(pause):
+            pause = _LOOK_EVERY_S
             held = self.version
             if held is None or (last is not None and held < last + self._every):
                 continue
@@ -85,4 +84,5 @@ class Keeper:
             except (StaleVersionError, SnapshotNotFoundError):
                 last = max(held, last or 0)
             except (MooncakeRayError, OSError) as e:
+                pause = _AGAIN_S
                 logger.warning("mooncake_ray: version %s cannot be stored in %s: %s", held, self._store.directory, e)

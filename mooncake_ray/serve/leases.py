@@ -14,12 +14,11 @@ from mooncake_ray.errors import SnapshotNotFoundError
 from mooncake_ray.weights.files import Files
 from mooncake_ray.weights.snapshot import SnapshotStore
 
-__all__ = ["PIN", "Lease", "Leases"]
+__all__ = ["Lease", "Leases"]
 
 _FOLDER = "leases"
 _ID = re.compile(r"[0-9a-f]{32}$")
-PIN = "lease-"
-_TRIES = 5
+_PIN = "lease-"
 _GRACE_S = 2.0  # for clocks of hosts that differ a little
 
 
@@ -32,6 +31,11 @@ class Lease:
     holder: str
     expires: float
     """Seconds of Unix time."""
+
+    @property
+    def pin(self) -> str:
+        """What it is called among the version's pins."""
+        return _PIN + self.id
 
 
 class Leases:
@@ -47,7 +51,7 @@ class Leases:
         self._files.make_directories(self._folder)
         self._write(lease)  # first: a pin that no lease ends would last for ever
         try:
-            self._store.pin(version, PIN + lease.id)
+            self._store.pin(version, lease.pin)
         except BaseException:
             self._files.remove(self._folder / lease.id)
             raise
@@ -75,45 +79,45 @@ class Leases:
     def of(self, version: int | None = None) -> Sequence[Lease]:
         """Those that keep a version (by default any) now, by their ends."""
         now = self._clock()
-        found = [e for e in self._all() if e.expires > now and version in (None, e.version)]
+        found = [e for e in map(self._read, self._ids()) if e is not None and e.expires > now and version in (None, e.version)]
         return sorted(found, key=lambda e: (e.expires, e.id))
 
     def sweep(self) -> Sequence[Lease]:
         """Ends those that are over, and pins that were left without one. Returns the former."""
-        over = [e for e in self._all() if e.expires + _GRACE_S <= self._clock()]
-        for lease in over:
-            self._drop(lease)
+        over = []
+        for id in self._ids():
+            if (lease := self._read(id)) is None:
+                self._files.remove(self._folder / id)  # nobody can renew or end one that cannot be read
+            elif lease.expires + _GRACE_S <= self._clock():
+                self._drop(lease)
+                over.append(lease)
         for version in self._store.versions():
             for pin in self._store.pins(version):
-                id = pin.removeprefix(PIN)
-                if pin.startswith(PIN) and _ID.match(id) and not (self._folder / id).exists():
+                id = pin.removeprefix(_PIN)
+                if pin.startswith(_PIN) and _ID.match(id) and not (self._folder / id).exists():
                     self._store.unpin(version, pin)
         return over
 
     def _drop(self, lease: Lease) -> None:
-        self._store.unpin(lease.version, PIN + lease.id)
+        self._store.unpin(lease.version, lease.pin)
         self._files.remove(self._folder / lease.id)
 
     def _write(self, lease: Lease) -> None:
-        for left in reversed(range(_TRIES)):
-            try:
-                self._files.put(self._folder / lease.id, [json.dumps(asdict(lease)).encode()])
-                return
-            except FileNotFoundError:  # somebody else has just renewed it, and taken what was to become the file
-                if not left:
-                    raise
+        mine = self._folder / f"{lease.id}-{uuid.uuid4().hex}"  # others may renew it at the same moment
+        self._files.put(mine, [json.dumps(asdict(lease)).encode()])
+        self._files.rename(mine, self._folder / lease.id)
 
     def _read(self, id: str) -> Lease | None:
+        """None: there is none, or a crash of the machine has left nothing of it that could be read."""
         if not _ID.match(id):
             return None
         try:
             return Lease(**json.loads((self._folder / id).read_bytes()))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
-    def _all(self) -> list[Lease]:
+    def _ids(self) -> Sequence[str]:
         try:
-            names = os.listdir(self._folder)
+            return [name for name in os.listdir(self._folder) if _ID.match(name)]
         except FileNotFoundError:
             return []
-        return [lease for name in names if (lease := self._read(name)) is not None]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import time
-from contextlib import closing
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from mooncake_ray.errors import CorruptBlockError, SnapshotError
-from mooncake_ray.serve.caller import Again, Caller, connect, error_of
+from mooncake_ray.serve.caller import Caller, body_of
 
 __all__ = ["LogDirectory"]
-
-_MOST_SAID = 1 << 20
 
 
 class LogDirectory:
@@ -38,20 +34,9 @@ class LogDirectory:
             raise CorruptBlockError(f"{self.where(name)} ends before byte {begin}: {e}") from None
 
     def _once(self, name: str, begin: int, end: int | None, until: float) -> bytes:
-        parts = urlsplit(self._caller.address("GET", f"log/{quote(name)}", until=until))
         headers = {"Range": f"bytes={begin}-{'' if end is None else end - 1}"} if begin or end is not None else {}
-        with closing(connect(parts, min(self._caller.idle_s, max(0.001, until - time.monotonic())))) as connection:
-            connection.request("GET", f"{parts.path}?{parts.query}", headers=headers)
-            response = connection.getresponse()
-            what = f"GET {self.where(name)}"
-            if response.status == 403:  # the replica that gave the address out is gone
-                raise Again(f"{what}: the address is not good any more")
-            if response.status != (206 if headers else 200):
-                raise error_of(response.status, response.headers, response.read(_MOST_SAID), what)
-            try:
-                data = response.read()
-            except http.client.IncompleteRead as e:
-                raise Again(f"{what}: {len(e.partial)} bytes came") from None
+        with self._caller.payload("GET", f"log/{quote(name)}", headers, ok=206 if headers else 200, until=until) as response:
+            data = body_of(response, until)
         if end is not None and len(data) != end - begin:
             raise CorruptBlockError(f"{self.where(name)} ends at byte {begin + len(data)}, before {end}")
         return data

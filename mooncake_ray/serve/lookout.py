@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from mooncake_ray.serve.fill import node_pools
-from mooncake_ray.serve.leases import PIN
 from mooncake_ray.serve.overview import StoredVersion, assemble
 from mooncake_ray.serve.overview_model import Overview, Pin, Shortfall
 from mooncake_ray.sync.group import WeightSyncGroup
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from mooncake_ray.serve.desk import Desk
 
 __all__ = ["Lookout", "Part"]
-
-logger = logging.getLogger("mooncake_ray")
 
 _FRESH_S = 0.5
 _WAIT_S = 1.0
@@ -112,7 +108,7 @@ class Lookout:
 
     def _stored(self) -> list[StoredVersion]:
         desk, now = self._desk(), time.time()
-        leases = {PIN + lease.id: Pin(name=lease.holder or "a lease", left_s=lease.expires - now) for lease in desk.leases.of()}
+        leases = {lease.pin: Pin(name=lease.holder or "a lease", left_s=lease.expires - now) for lease in desk.leases.of()}
         readers, found, sizes = desk.shelf.readers(), [], {}
         for entry in desk.listing():
             if not entry.whole:

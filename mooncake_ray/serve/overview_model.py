@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from mooncake_ray.sync.report import Phase, What
+
 __all__ = ["Group", "Node", "Outcome", "Overview", "Pin", "Receiver", "ReceiverState", "Shortfall", "Trainers", "Transfer", "Version"]
 
 ReceiverState = Literal["serving", "paused", "joined", "poisoned", "incomplete", "gone", "left"]
@@ -37,10 +39,10 @@ class Receiver(BaseModel):
 class Transfer(BaseModel):
     """An update that is under way."""
 
-    what: Literal["publish", "sync", "catch up"]
+    what: What
     version: int
     mode: str = Field(description="That it goes by; empty: not chosen yet.")
-    phase: Literal["waiting", "publishing", "planning", "staging", "verifying", "committing"]
+    phase: Phase
     receivers: list[str]
     moved_bytes: int
     total_bytes: int = Field(description="0: not known yet.")
@@ -51,7 +53,7 @@ class Transfer(BaseModel):
 class Outcome(BaseModel):
     """An update that is over."""
 
-    what: Literal["publish", "sync", "catch up"]
+    what: What
     version: int
     mode: str
     error: str = Field(description="Why it failed; empty: it did not.")

@@ -32,19 +32,17 @@ _LINKS = {
 @router.post("/versions/{version}/pins", status_code=201, responses=_LINKS)
 def pin(desk: TheDesk, version: schema.VersionPath, wish: schema.Pin) -> schema.Lease:
     """Keeps a version until the pin is over or deleted."""
-    return _lease(desk.leases.take(desk.number(version), min(wish.ttl_s, desk.settings.max_lease_s), wish.holder))
+    ttl_s = min(wish.ttl_s, desk.settings.max_lease_s)
+    return _lease(desk.at(version, lambda number: desk.leases.take(number, ttl_s, wish.holder)))
 
 
 @router.get("/versions/{version}/pins")
 def pins_of_version(desk: TheDesk, version: schema.VersionPath) -> schema.Leases:
     """What keeps a version."""
-    number = desk.number(version)
-    with desk.volume(number):
-        found = desk.leases.of(number)
-        mine = {f"lease-{e.id}" for e in found}
-        return schema.Leases(
-            version=number, leases=[_lease(e) for e in found], others=[name for name in desk.store.pins(number) if name not in mine]
-        )
+    with desk.volume(version) as volume:
+        found = desk.leases.of(volume.version)
+        others = sorted({*desk.store.pins(volume.version)} - {e.pin for e in found})
+        return schema.Leases(version=volume.version, leases=[_lease(e) for e in found], others=others)
 
 
 @router.get("/pins/{id}")

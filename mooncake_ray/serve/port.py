@@ -13,11 +13,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from mooncake_ray.errors import MooncakeRayError, TransportError
-from mooncake_ray.serve.problems import MEDIA_TYPE, Problem, of_error
+from mooncake_ray.serve.problems import MEDIA_TYPE, Problem, disk_problems, of_error
 from mooncake_ray.serve.ranges import answer
 from mooncake_ray.serve.signing import Signer
 from mooncake_ray.serve.spans import Content, FileSpan, Held, Span
@@ -111,7 +111,8 @@ class Port:
             threading.Thread(target=self._serve, args=(sock,), name="mooncake_ray.serve-client", daemon=True).start()
 
     def _turn_away(self, sock: socket.socket) -> None:
-        self.refused += 1
+        with self._lock:
+            self.refused += 1
         problem = Problem(503, "busy", f"there are {self._most} connections already", {"Retry-After": "1"})
         with contextlib.suppress(OSError), sock:
             sock.setblocking(False)
@@ -144,81 +145,74 @@ class Port:
             return False
         if request is None:
             return False
+        body: int | None = None  # bytes of it that are not read yet; None: nobody knows how many
         try:
             body = _length_of_body(request)
             path = self._signer.check(request.method, request.target, time.time())
             if request.method == "PUT":
                 with self.turnstile.through():
                     status, data = self._receive(path, request, connection)
-                self._say(connection, status, {"Content-Type": "application/json", "Content-Length": str(len(data))}, data)
+                headers = {"Content-Type": "application/json", "Content-Length": str(len(data))} | _ends(request.keep_alive)
+                connection.sock.sendall(answer_head(status, headers) + data)
                 return request.keep_alive
             if request.method not in ("GET", "HEAD"):
                 raise Problem(405, "method-not-allowed", f"{request.method} is not for this port", {"Allow": "GET, HEAD, PUT"})
             if body and not connection.drop(body):
                 return False
-            with self.turnstile.through(), self._find(path) as content:
+            body = 0
+            with self.turnstile.through(), ExitStack() as stack:
+                with disk_problems():
+                    content = stack.enter_context(self._find(path))
                 self._give(connection, request, content)
             return request.keep_alive
         except (Problem, MooncakeRayError) as e:
-            problem = e if isinstance(e, Problem) else of_error(e)
-            if problem.status == 503:
-                self.refused += 1
-            elif problem.status >= 500:
-                logger.error("mooncake_ray: %s %s: %s", request.method, request.target.partition("?")[0], e)
-            # What is left of a body would be taken for the next request.
-            keep = request.keep_alive and request.method != "PUT"
-            connection.sock.sendall(_problem_bytes(problem, keep=keep, head=request.method == "HEAD"))
-            if request.method == "PUT":
-                connection.sock.shutdown(socket.SHUT_WR)
-                connection.drop(_MOST_DROPPED)  # or the client finds its connection broken before it has read why
-            return keep
+            return self._refuse(connection, request, body, e if isinstance(e, Problem) else of_error(e))
 
-    def _say(self, connection: Connection, status: int, headers: dict[str, str], data: bytes) -> None:
-        connection.sock.sendall(answer_head(status, headers) + data)
+    def _refuse(self, connection: Connection, request: Request, body: int | None, problem: Problem) -> bool:
+        if problem.status == 503:
+            with self._lock:
+                self.refused += 1
+        elif problem.status >= 500:
+            logger.error("mooncake_ray: %s %s: %s", request.method, request.target.partition("?")[0], problem)
+        keep = request.keep_alive and body == 0  # what is left of a body would be taken for the next request
+        connection.sock.sendall(_problem_bytes(problem, keep=keep, head=request.method == "HEAD"))
+        if body != 0:
+            connection.sock.shutdown(socket.SHUT_WR)
+            connection.drop(_MOST_DROPPED)  # or the client finds its connection broken before it has read why
+        return keep
 
     def _give(self, connection: Connection, request: Request, content: Content) -> None:
-        found = answer(request.headers, content.nbytes, content.etag)
+        found = answer(request.method, request.headers, content.nbytes, content.etag)
         headers = {"ETag": content.etag, "Accept-Ranges": "bytes"}
+        if found.status in (412, 416):
+            what = "has another tag" if found.status == 412 else f"has {content.nbytes} bytes, and none of the range"
+            headers |= {"Content-Range": f"bytes */{content.nbytes}"} if found.status == 416 else {}
+            raise Problem(found.status, "precondition" if found.status == 412 else "range", f"the file {what}", headers)
         if found.status in (200, 206):
             headers |= {"Content-Type": content.media_type, "Content-Length": str(found.end - found.begin)}
             headers["Cache-Control"] = "private, no-transform"
         if found.status == 206:
             headers["Content-Range"] = f"bytes {found.begin}-{found.end - 1}/{content.nbytes}"
-        if found.status in (412, 416):
-            what = "has another tag" if found.status == 412 else f"has {content.nbytes} bytes, and none of the range"
-            problem = Problem(found.status, "precondition" if found.status == 412 else "range", f"the file {what}")
-            problem.headers |= headers | ({"Content-Range": f"bytes */{content.nbytes}"} if found.status == 416 else {})
-            raise problem
-        if not request.keep_alive:
-            headers["Connection"] = "close"
-        head = answer_head(found.status, headers)
+        head = answer_head(found.status, headers | _ends(request.keep_alive))
         spans = content.cut(found.begin, found.end) if request.method == "GET" else []
-        if not spans:
-            connection.sock.sendall(head)
-            return
-        connection.sock.sendall(head, socket.MSG_MORE)
-        try:
-            self._send(connection.sock, spans)
-        except MooncakeRayError as e:  # it is too late to say so in another way than by an end before its time
-            raise EOFError(str(e)) from e
+        with _opened(spans) as files:
+            connection.sock.sendall(head, socket.MSG_MORE if spans else 0)
+            try:
+                self._send(connection.sock, spans, files)
+            except MooncakeRayError as e:  # it is too late to say so in another way than by an end before its time
+                raise EOFError(str(e)) from e
 
-    def _send(self, sock: socket.socket, spans: Sequence[Span]) -> None:
-        with ExitStack() as stack:
-            files: dict[str, int] = {}
-            for span in spans:
-                if isinstance(span, Held):
-                    sock.sendall(span.data)
-                elif isinstance(span, FileSpan):
-                    file = files.get(span.path)
-                    if file is None:
-                        file = files[span.path] = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
-                        stack.callback(os.close, file)
-                    _send_file(sock, file, span)
-                else:
-                    for part in span.parts():
-                        sock.sendall(part)
-                with self._lock:
-                    self.sent_bytes += span.nbytes
+    def _send(self, sock: socket.socket, spans: Sequence[Span], files: Mapping[str, int]) -> None:
+        for span in spans:
+            if isinstance(span, Held):
+                sock.sendall(span.data)
+            elif isinstance(span, FileSpan):
+                _send_file(sock, files[span.path], span)
+            else:
+                for part in span.parts():
+                    sock.sendall(part)
+            with self._lock:
+                self.sent_bytes += span.nbytes
 
 
 def listen(hosts: Sequence[str], port: int) -> socket.socket:
@@ -231,6 +225,21 @@ def listen(hosts: Sequence[str], port: int) -> socket.socket:
             if not left or (not isinstance(e, socket.gaierror) and e.errno != errno.EADDRNOTAVAIL):
                 raise
     raise ValueError("no host to listen on")
+
+
+@contextmanager
+def _opened(spans: Sequence[Span]) -> Iterator[Mapping[str, int]]:
+    """Descriptors of the files that spans lie in, by path: all of them before the first byte is sent, as an error can be told of until then.
+
+    Raises Problem: one is gone, or cannot be opened.
+    """
+    with ExitStack() as stack:
+        files: dict[str, int] = {}
+        for path in dict.fromkeys(span.path for span in spans if isinstance(span, FileSpan)):
+            with disk_problems():
+                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, files[path])
+        yield files
 
 
 def _send_file(sock: socket.socket, file: int, span: FileSpan) -> None:
@@ -251,9 +260,12 @@ def _length_of_body(request: Request) -> int:
     return int(text)
 
 
+def _ends(keep: bool) -> Mapping[str, str]:
+    """A header, if the connection ends after this answer."""
+    return {} if keep else {"Connection": "close"}
+
+
 def _problem_bytes(problem: Problem, *, keep: bool, head: bool = False) -> bytes:
     body = problem.body()
-    headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(len(body)), **problem.headers}
-    if not keep:
-        headers["Connection"] = "close"
+    headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(len(body)), **problem.headers, **_ends(keep)}
     return answer_head(problem.status, headers) + (b"" if head else body)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -18,7 +20,7 @@ from mooncake_ray.errors import (
     SyncTimeoutError,
 )
 
-__all__ = ["MEDIA_TYPE", "Problem", "of_error"]
+__all__ = ["MEDIA_TYPE", "Problem", "disk_problems", "of_error"]
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -50,6 +52,7 @@ class Problem(Exception):
 
 _STATUS: tuple[tuple[type[Exception], int, str], ...] = (
     (SnapshotNotFoundError, 404, "not-found"),
+    (FileNotFoundError, 404, "not-found"),
     (StaleVersionError, 409, "stale-version"),
     (PlanError, 422, "bad-weights"),
     (CorruptBlockError, 500, "damaged"),
@@ -60,9 +63,22 @@ _STATUS: tuple[tuple[type[Exception], int, str], ...] = (
 
 
 def of_error(error: Exception) -> Problem:
-    """What a client is told of an error of this package."""
+    """What a client is told of an error of this package, or of the disk."""
     for kind, status, name in _STATUS:
         if isinstance(error, kind):
             return Problem(status, name, str(error), {"Retry-After": "1"} if status == 503 else None)
-    what = str(error) if isinstance(error, MooncakeRayError) else type(error).__name__
-    return Problem(500, "internal", what)
+    if isinstance(error, OSError) and not isinstance(error, MooncakeRayError):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return Problem(507 if full else 500, "disk", f"{error.strerror or error}: {error.filename or 'the store'}")
+    return Problem(500, "internal", str(error) if isinstance(error, MooncakeRayError) else type(error).__name__)
+
+
+@contextmanager
+def disk_problems() -> Iterator[None]:
+    """Around what touches the disk only: its errors are no matter of the connection, and the client is told. Raises Problem."""
+    try:
+        yield
+    except MooncakeRayError:
+        raise
+    except OSError as e:
+        raise of_error(e) from e

@@ -12,6 +12,7 @@ from mooncake_ray.errors import MooncakeRayError
 from mooncake_ray.serve import schema
 from mooncake_ray.serve.access import TheDesk, may_publish, problems
 from mooncake_ray.serve.problems import Problem
+from mooncake_ray.serve.redirect import redirect
 
 __all__ = ["router"]
 
@@ -63,4 +64,4 @@ def publish(desk: TheDesk, version: Number) -> Response:
     """Stores what follows as a version, which must be newer than all that are there. The body goes to the data port, where the answer sends
     the client; one that says `Expect: 100-continue` sends it once."""
     desk.store.refuse_stale(version)
-    return RedirectResponse(desk.address("PUT", "versions", str(version)), 307, {"Cache-Control": "no-store"})
+    return redirect(desk.address("PUT", "versions", version))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
 
 from mooncake_ray.errors import MooncakeRayError
-from mooncake_ray.serve.caller import Again, Caller, connect, error_of
+from mooncake_ray.serve.caller import Again, Caller, asked, connect
 
 __all__ = ["RangeReader"]
 
@@ -79,22 +79,14 @@ class RangeReader:
                 raise error
 
     def _pieces(self, begin: int, end: int, until: float) -> Iterator[memoryview]:
-        left = until - time.monotonic()
-        if left <= 0:
-            raise Again("its time is over")
+        patience = self._caller.patience(until)
         if self._parts is None:
             self._parts = urlsplit(self._caller.address("GET", self._path, until=until))
         if self._connection is None:
-            self._connection = connect(self._parts, min(self._caller.idle_s, left))
+            self._connection = connect(self._parts, patience)
         headers = {"Range": f"bytes={begin}-{end - 1}", "If-Match": self._etag, "Accept-Encoding": "identity"}
         what = f"GET {self._parts.netloc}{self._parts.path}"
-        self._connection.request("GET", f"{self._parts.path}?{self._parts.query}", headers=headers)
-        response = self._connection.getresponse()
-        if response.status == 403:  # this address is over, or of another replica that had this port before
-            response.read()
-            raise Again(f"{what}: the address is not good any more")
-        if response.status != 206:
-            raise error_of(response.status, response.headers, response.read(_PIECE), what)
+        response = asked(self._connection, self._parts, "GET", headers, ok=206, until=until)
         if not (response.headers.get("Content-Range") or "").startswith(f"bytes {begin}-{end - 1}/"):
             raise Again(f"{what}: asked for bytes {begin} to {end}, got {response.headers.get('Content-Range')}")
         at = begin

@@ -21,9 +21,10 @@ class Answer:
     end: int = 0
 
 
-def answer(headers: Mapping[str, str], nbytes: int, etag: str) -> Answer:
+def answer(method: str, headers: Mapping[str, str], nbytes: int, etag: str) -> Answer:
     """
     Args:
+        method: Of the request; only of a GET a range is looked at.
         headers: Of the request, by names in lower case.
         nbytes: Of the whole file.
         etag: A strong one, with its quotes.
@@ -33,7 +34,7 @@ def answer(headers: Mapping[str, str], nbytes: int, etag: str) -> Answer:
     if (none := headers.get("if-none-match")) is not None and _among(etag, none, weak=True):
         return Answer(304)
     wanted = headers.get("range")
-    if wanted is None or ("if-range" in headers and headers["if-range"].strip() != etag):
+    if wanted is None or method != "GET" or ("if-range" in headers and headers["if-range"].strip() != etag):
         return Answer(200, 0, nbytes)
     return _ranged(wanted, nbytes)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mooncake_ray.errors import ConfigError
+from mooncake_ray.weights.snapshot import SnapshotStore
 
 __all__ = ["Settings"]
+
+_ALL = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,11 @@ class Settings:
     keeper: str = "endpoint"
     """What that engine is called in the group."""
     files: str | None = None
-    """Directory with config.json, tokenizer files and the like, given out with every version that has none of its own of that name."""
-    publish_token: str | None = None
+    """Directory with config.json, tokenizer files and the like, given out with every version that has none of its own of that name. Names are
+    letters, digits, '.', '_' and '-'; other files are left out."""
+    publish_token: str | None = field(default=None, repr=False)
     """Who brings it may publish and store versions; None: nobody may."""
-    read_token: str | None = None
+    read_token: str | None = field(default=None, repr=False)
     """Who brings it (or the other one) may read; None: everybody may."""
     keep: int | None = None
     """So many of the newest versions stay, besides those that are pinned or being read; the others are deleted. None: nothing is deleted here,
@@ -64,8 +69,8 @@ class Settings:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("wait_s", "idle_s", "link_s", "linger_s", "max_lease_s", "max_poll_s", "max_stream_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if self.max_waiting < 0:
             raise ConfigError(f"max_waiting must not be negative, got {self.max_waiting}")
         if not 0 <= self.port < 1 << 16:
@@ -77,3 +82,7 @@ class Settings:
         for name in ("publish_token", "read_token"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; None means none")
+
+    def snapshots(self) -> SnapshotStore:
+        """The versions, of which only those stay that are to be kept."""
+        return SnapshotStore(self.store, keep=self.keep or _ALL)

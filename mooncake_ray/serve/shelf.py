@@ -41,7 +41,7 @@ class Shelf:
         """
         with self._lock:
             slot = self._slots.get(version)
-            if slot is None or not slot.volume.snapshot.path.is_dir():  # where locks of other hosts are not seen, it may be gone
+            if slot is None or not slot.volume.snapshot.in_place():  # where locks are not seen, or nobody has looked for any
                 volume = Volume(self._store.open(version), self._files)
                 slot = self._slots[version] = _Slot(volume)
             slot.readers += 1

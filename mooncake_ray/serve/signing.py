@@ -33,9 +33,12 @@ class Signer:
         """The path, not quoted, of an address that was signed.
 
         Raises:
-            Problem: 403: it was not signed here, or is over.
+            Problem: 403: it was not signed here, or is over; 400: it is no address.
         """
-        parts = urlsplit(target)
+        try:
+            parts = urlsplit(target)
+        except ValueError as e:
+            raise Problem(400, "bad-request", f"the target is no address: {e}") from None
         query = parse_qs(parts.query)
         path = unquote(parts.path)
         expires, signature = query.get("expires", [""])[0], query.get("signature", [""])[0]

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import base64
 import binascii
-import errno
 import hashlib
 import mmap
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
-from mooncake_ray.errors import CorruptBlockError, MooncakeRayError
-from mooncake_ray.serve.contents import FILES
-from mooncake_ray.serve.problems import Problem
+from mooncake_ray.errors import CorruptBlockError
+from mooncake_ray.serve.contents import FILE_NAME, FILES
+from mooncake_ray.serve.problems import Problem, disk_problems
 from mooncake_ray.serve.wire import Connection, Request
-from mooncake_ray.weights.manifest import Manifest
 from mooncake_ray.weights.snapshot import SnapshotStore
 from mooncake_ray.weights.source import StateDictSource
 from mooncake_ray.weights.tensor_file import Entry, parsed
@@ -30,60 +28,49 @@ _LENGTH = 8
 _MOST_HEAD_BYTES = 100_000_000  # as the format has it
 _PIECE = 1 << 20
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]+):")
-_FILE = re.compile(rf"{FILES}/([\w.-]+)$")
+_FILE = re.compile(rf"{FILES}/({FILE_NAME})")
 
 
-def receive(store: SnapshotStore, version: int, request: Request, connection: Connection, most_bytes: int) -> Manifest:
-    """Reads the body of a request and makes it a version of the store.
+def receive(store: SnapshotStore, version: int, request: Request, connection: Connection, most_bytes: int) -> Sequence[Entry]:
+    """Reads the body of a request and makes it a version of the store. Returns what tensors it has.
 
     Metadata of the file that is called `files/NAME` becomes a file that goes with the version; other metadata is kept beside it. A header
     `Content-Digest: sha-256=:…:` is compared with what came.
 
     Raises:
-        Problem: it is too long, cut off, or not what its digest says.
+        Problem: it is too long, cut off, or not what its digest says; or the disk fails.
         StaleVersionError: this version, or a newer one, is there already.
         SnapshotError: another one is being stored.
     """
-    nbytes = int(request.headers.get("content-length", "0"))
     if "content-length" not in request.headers:
         raise Problem(411, "length-required", "the body must come with a Content-Length")
+    nbytes = int(request.headers["content-length"])
     if nbytes > most_bytes:
         raise Problem(413, "too-large", f"the body has {nbytes} bytes; {most_bytes} are the most")
-    store.refuse_stale(version)
+    with disk_problems():
+        store.refuse_stale(version)
     if request.headers.get("expect", "").lower() == "100-continue":
         connection.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-    with _disk(store):
-        store.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=store.directory) as file:
-        with _disk(store):
+    with ExitStack() as stack:
+        with disk_problems():
+            store.directory.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(tempfile.TemporaryFile(dir=store.directory)).fileno()
             if nbytes:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-        _fill(file.fileno(), nbytes, connection, request.headers.get("content-digest"))
+                os.posix_fallocate(file, 0, nbytes)
+        _fill(file, nbytes, connection, request.headers.get("content-digest"))
         try:
-            entries, metadata = _checked(file.fileno(), nbytes)
+            entries, metadata = _checked(file, nbytes)
         except CorruptBlockError as e:
             raise Problem(422, "bad-weights", str(e)) from None
         # Mapped, as it may be more than there is memory. Tensors keep the map, and with it the file, for as long as they live.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        with disk_problems():
+            mapped = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     tensors = {entry.key: _tensor(mapped, entry, at) for entry, at in entries}
-    files = {m[1]: text for name, text in metadata.items() if (m := _FILE.match(name))}
-    rest = {name: text for name, text in metadata.items() if not _FILE.match(name)}
-    with _disk(store):
+    files = {m[1]: text for name, text in metadata.items() if (m := _FILE.fullmatch(name))}
+    rest = {name: text for name, text in metadata.items() if not _FILE.fullmatch(name)}
+    with disk_problems():
         store.save(version, StateDictSource(tensors), extra={"metadata": rest, FILES: files})
-    with store.open(version) as snapshot:
-        return snapshot.manifest
-
-
-@contextmanager
-def _disk(store: SnapshotStore) -> Iterator[None]:
-    """Errors of the disk are no matter of the connection, and the client is told."""
-    try:
-        yield
-    except MooncakeRayError:
-        raise
-    except OSError as e:
-        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise Problem(507 if full else 500, "disk", f"{store.directory}: {e.strerror or e}") from e
+    return [entry for entry, _ in entries]
 
 
 def _fill(file: int, nbytes: int, connection: Connection, digest: str | None) -> None:
@@ -94,7 +81,8 @@ def _fill(file: int, nbytes: int, connection: Connection, digest: str | None) ->
         n = connection.read_into(buffer[: min(_PIECE, nbytes - at)])
         if not n:
             raise Problem(408, "cut-off", f"{at} bytes came of {nbytes}")
-        os.pwrite(file, buffer[:n], at)
+        with disk_problems():
+            os.pwrite(file, buffer[:n], at)
         if sha is not None:
             sha.update(buffer[:n])
         at += n

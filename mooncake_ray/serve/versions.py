@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Response
-from fastapi.responses import RedirectResponse
 
 from mooncake_ray.errors import SnapshotNotFoundError
 from mooncake_ray.serve import schema
 from mooncake_ray.serve.access import TheDesk, may_read, problems
 from mooncake_ray.serve.contents import Volume
+from mooncake_ray.serve.redirect import redirect, sent_on
 
-__all__ = ["ELSEWHERE", "FileName", "router"]
+__all__ = ["FileName", "router"]
 
 router = APIRouter(prefix="/v1", dependencies=[Depends(may_read)], responses=problems(401, 403, 422, 500, 503))
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-ELSEWHERE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "All of it, from the data port", "content": {"*/*": _BINARY}},
-    206: {"description": "The range that was asked for, from the data port", "content": {"*/*": _BINARY}},
-    307: {
-        "description": "To the data port, which knows ranges and preconditions, at an address that is good for a while",
-        "headers": {"Location": {"schema": {"type": "string", "format": "uri"}, "required": True}},
-    },
-}
 FileName = Annotated[
     str, Path(pattern=r"^[A-Za-z0-9_.-]+$", max_length=200, description="`model.safetensors`, or what else the version has")
 ]
@@ -86,40 +77,16 @@ def manifest(desk: TheDesk, version: schema.VersionPath) -> schema.Manifest:
         return schema.Manifest(version=volume.version, tag=volume.tag, nbytes=model.nbytes, etag=model.etag, tensors=tensors)
 
 
-def _redirect(address: str) -> Response:
-    return RedirectResponse(address, 307, {"Cache-Control": "no-store"})
-
-
-@router.head("/versions/{version}/files/{name}", include_in_schema=False)
-@router.get(
-    "/versions/{version}/files/{name}",
-    tags=["payloads"],
-    status_code=307,
-    response_model=None,
-    response_class=RedirectResponse,
-    responses=ELSEWHERE | problems(404),
-)
+@sent_on(router, "/versions/{version}/files/{name}", tags=["payloads"])
 def file(desk: TheDesk, version: schema.VersionPath, name: FileName) -> Response:
     """A file of a version: `model.safetensors` with all tensors, or one of those beside it."""
-    with desk.volume(version) as volume:
-        volume.file(name)
-        return _redirect(desk.address("GET", "versions", str(volume.version), "files", name))
+    return redirect(desk.at(version, lambda number: desk.address_of("versions", number, "files", name)))
 
 
-@router.head("/versions/{version}/tensors/{name:path}", include_in_schema=False)
-@router.get(
-    "/versions/{version}/tensors/{name:path}",
-    tags=["payloads"],
-    status_code=307,
-    response_model=None,
-    response_class=RedirectResponse,
-    responses=ELSEWHERE | problems(404),
-)
+@sent_on(router, "/versions/{version}/tensors/{name:path}", tags=["payloads"])
 def tensor(desk: TheDesk, version: schema.VersionPath, name: TensorName) -> Response:
     """A tensor's bytes, in C order."""
-    with desk.volume(version) as volume:
-        volume.tensor(name)
-        return _redirect(desk.address("GET", "versions", str(volume.version), "tensors", name))
+    return redirect(desk.at(version, lambda number: desk.address_of("versions", number, "tensors", name)))
 
 
 @router.get("/deltas", tags=["deltas"], responses=problems(404))
@@ -143,16 +110,7 @@ def deltas(
     return schema.Delta(base=base, version=version, nbytes=sum(s.nbytes for s in way), steps=steps)
 
 
-@router.head("/log/{path:path}", include_in_schema=False)
-@router.get(
-    "/log/{path:path}",
-    tags=["deltas"],
-    status_code=307,
-    response_model=None,
-    response_class=RedirectResponse,
-    responses=ELSEWHERE | problems(404),
-)
+@sent_on(router, "/log/{path:path}", tags=["deltas"])
 def log(desk: TheDesk, path: LogPath) -> Response:
     """The files of a log of deltas, as they are: `/v1/log` is what a `DeltaReader` takes for its place."""
-    desk.check_logged(path)
-    return _redirect(desk.address("GET", "log", path))
+    return redirect(desk.address_of("log", path))

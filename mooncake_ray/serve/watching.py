@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from mooncake_ray.errors import MooncakeRayError
 from mooncake_ray.serve import schema
 from mooncake_ray.serve.access import TheDesk, may_read, problems
 from mooncake_ray.serve.desk import Desk
@@ -37,16 +38,18 @@ _SILENCE_S = 10.0  # after which a stream says that it is there
 class Watch:
     """Looks for new versions while anybody waits for one: once for all who do. For coroutines of one loop."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk, self.settings, self._waiting = desk, desk.settings, 0
+    def __init__(self, desk: Callable[[], Desk]) -> None:
+        """`desk`: the one that the replica has now."""
+        self._desk, self._waiting = desk, 0
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._newest: dict[What, int] = {"any": -1, "whole": -1}
 
     async def newer(self, than: int, what: What, timeout_s: float) -> int | None:
         """The newest version, once there is one that is newer than that; None if there is none in time."""
-        if (newest := (await self._look())[what]) > than:
-            return newest
+        self._newest = await self._look()
+        if self._newest[what] > than:
+            return self._newest[what]
         self._waiting += 1
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
@@ -60,7 +63,7 @@ class Watch:
             self._waiting -= 1
 
     async def _look(self) -> dict[What, int]:
-        entries = await asyncio.to_thread(self._desk.listing)
+        entries = await asyncio.to_thread(self._desk().listing)
         return {
             "any": max((e.version for e in entries), default=-1),
             "whole": max((e.version for e in entries if e.whole), default=-1),
@@ -68,7 +71,8 @@ class Watch:
 
     async def _run(self) -> None:
         while self._waiting:
-            with contextlib.suppress(OSError):  # a disk that is not there for a moment
+            # A disk that is not there, or an index that is not whole, for a moment; who asks next is told if it is for longer.
+            with contextlib.suppress(OSError, MooncakeRayError):
                 newest = await self._look()
                 async with self._changed:
                     self._newest = newest
@@ -76,10 +80,8 @@ class Watch:
             await asyncio.sleep(_LOOK_EVERY_S)
 
 
-async def _watch(desk: TheDesk) -> Watch:
-    if desk.watch is None:
-        desk.watch = Watch(desk)
-    return desk.watch
+async def _watch(request: Request) -> Watch:
+    return request.app.state.watch
 
 
 TheWatch = Annotated[Watch, Depends(_watch)]
@@ -89,15 +91,20 @@ After = Annotated[int, Query(ge=-1, le=10**15, description="A version that is kn
 
 @router.get("/next", responses={204: {"description": "There was none in time"}})
 async def next_version(
-    watch: TheWatch, after: After = -1, what: Which = "whole", timeout_s: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False)] = 30.0
+    desk: TheDesk,
+    watch: TheWatch,
+    after: After = -1,
+    what: Which = "whole",
+    timeout_s: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False)] = 30.0,
 ) -> schema.Newest:
     """Waits until there is a version that is newer than one that is known."""
-    found = await watch.newer(after, what, min(timeout_s, watch.settings.max_poll_s))
+    found = await watch.newer(after, what, min(timeout_s, desk.settings.max_poll_s))
     return schema.Newest(version=found) if found is not None else Response(status_code=204)
 
 
 @router.get("/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {"schema": _EVENT}}}})
 async def events(
+    desk: TheDesk,
     watch: TheWatch,
     after: After = -1,
     what: Which = "whole",
@@ -109,7 +116,7 @@ async def events(
     nothing."""
     known = max(after, int(last_event_id) if _ID.match(last_event_id or "") else -1)
     return StreamingResponse(
-        _stream(watch, known, what, limit, min(timeout_s, watch.settings.max_stream_s)),
+        _stream(watch, known, what, limit, min(timeout_s, desk.settings.max_stream_s)),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )

@@ -16,6 +16,7 @@ __all__ = ["Connection", "Request", "answer_head"]
 
 _MOST_HEAD_BYTES = 32 << 10
 _PIECE = 16 << 10
+_CONTROL = re.compile(r"[\0\r\n]")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+$")
 
 
@@ -63,10 +64,11 @@ class Connection:
         return self.sock.recv_into(into) if self._ready(time.monotonic() + self._idle_s) else 0
 
     def drop(self, nbytes: int) -> bool:
-        """Reads so many bytes of a body that nobody wants; whether they came."""
+        """Reads so many bytes of a body that nobody wants; whether they came, in the time that a client may be idle."""
         spare = memoryview(bytearray(min(nbytes, 1 << 16)))
+        end = time.monotonic() + self._idle_s
         while nbytes:
-            if not (n := self.read_into(spare[: min(len(spare), nbytes)])):
+            if time.monotonic() > end or not (n := self.read_into(spare[: min(len(spare), nbytes)])):
                 return False
             nbytes -= n
         return True
@@ -82,12 +84,12 @@ def parsed(head: bytes) -> Request:
     """Raises Problem, 400."""
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
-    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+    if len(words) != 3 or not words[2].startswith("HTTP/1.") or _CONTROL.search(first):
         raise Problem(400, "bad-request", "the first line is not that of a request")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
-        if not colon or not _TOKEN.match(name):
+        if not colon or not _TOKEN.match(name) or _CONTROL.search(line):  # which others would read otherwise
             raise Problem(400, "bad-request", "a header is not one")
         name, value = name.lower(), value.strip()
         if name == "content-length" and headers.get(name, value) != value:

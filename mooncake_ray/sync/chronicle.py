@@ -7,10 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from mooncake_ray.sync.messages import Contents
-from mooncake_ray.sync.report import Departed, EngineStatus, GroupStatus, Outcome, Phase, SyncReport, Update, VersionStatus
+from mooncake_ray.sync.report import Departed, EngineStatus, GroupStatus, Outcome, Phase, SyncReport, Update, VersionStatus, What
 from mooncake_ray.sync.roster import Roster, Unit
 from mooncake_ray.sync.versions import Edition, Versions
 
@@ -19,6 +19,19 @@ __all__ = ["Chronicle"]
 _OUTCOMES = 16
 _VERSIONS = 64
 _DEPARTED = 16
+
+
+@dataclass
+class _UnderWay:
+    """An update."""
+
+    what: What
+    report: SyncReport
+    begin: float
+    phase: Phase = "waiting"
+    engines: tuple[str, ...] = ()
+    staging: float | None = None
+    """When it began; None: it has not."""
 
 
 class Chronicle:
@@ -31,18 +44,15 @@ class Chronicle:
         self._served: dict[str, tuple[int, float]] = {}  # version, and since when, by engine
         self._departed: dict[str, tuple[float, str, int]] = {}
         self._outcomes: deque[tuple[float, Outcome]] = deque(maxlen=_OUTCOMES)
-        self._under_way: tuple[Literal["publish", "sync", "catch up"], SyncReport, float] | None = None
-        self._phase: Phase = "waiting"
-        self._engines: tuple[str, ...] = ()
-        self._staging = 0.0
+        self._under_way: _UnderWay | None = None
 
     # ---- what happens
 
     @contextmanager
-    def update(self, what: Literal["publish", "sync", "catch up"], report: SyncReport) -> Iterator[None]:
+    def update(self, what: What, report: SyncReport) -> Iterator[None]:
         """Around an update; the report is looked at while it is filled in. One at a time."""
         begin = self._clock()
-        self._under_way, self._phase, self._engines = (what, report, begin), "waiting", ()
+        self._under_way = _UnderWay(what, report, begin)
         error = "was given up"
         try:
             yield
@@ -57,11 +67,13 @@ class Chronicle:
 
     def enter(self, phase: Phase, engines: Iterable[str] | None = None) -> None:
         """The update has come so far, for these engines (by default the same as before)."""
-        self._phase = phase
+        if (update := self._under_way) is None:
+            return
+        update.phase = phase
         if engines is not None:
-            self._engines = tuple(engines)
+            update.engines = tuple(engines)
         if phase == "staging":
-            self._staging = self._clock()
+            update.staging = self._clock()
 
     def writing(self, edition: Edition) -> None:
         """A version is being published: it is once all of it is written."""
@@ -118,18 +130,17 @@ class Chronicle:
             trainer_world=0 if trainers is None else trainers.world,
             trainer_hosts=() if trainers is None else _hosts(trainers),
             update=self._update(now, moved_bytes, total_bytes),
-            outcomes=tuple(Outcome(o.what, o.report, o.error, o.seconds, now - at) for at, o in self._outcomes),
+            outcomes=tuple(replace(o, ago_s=now - at) for at, o in self._outcomes),
             versions=self._versions(now, kept),
             departed={name: Departed(why, now - at, version) for name, (at, why, version) in self._departed.items()},
         )
 
     def _update(self, now: float, moved_bytes: int, total_bytes: int) -> Update | None:
-        if self._under_way is None:
+        if (u := self._under_way) is None:
             return None
-        what, report, begin = self._under_way
-        staged = self._phase in ("staging", "verifying", "committing")
-        moved, total, stage_s = (moved_bytes, total_bytes, now - self._staging) if staged else (0, 0, 0.0)
-        return Update(what, report.version, report.mode, self._phase, self._engines, moved, total, now - begin, stage_s)
+        staged = u.staging is not None and u.phase in ("staging", "verifying", "committing")
+        moved, total, stage_s = (moved_bytes, total_bytes, now - u.staging) if staged else (0, 0, 0.0)
+        return Update(u.what, u.report.version, u.report.mode, u.phase, u.engines, moved, total, now - u.begin, stage_s)
 
     def _versions(self, now: float, kept: Mapping[int, int]) -> tuple[VersionStatus, ...]:
         told = {v: VersionStatus(v, nbytes, now - at, v in kept) for v, (at, nbytes) in self._published.items()}

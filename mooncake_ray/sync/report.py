@@ -8,8 +8,10 @@ from typing import Literal
 
 from mooncake_ray.sync.messages import State
 
-__all__ = ["Departed", "EngineStatus", "GroupStatus", "Outcome", "Phase", "SyncReport", "Update", "VersionStatus"]
+__all__ = ["Departed", "EngineStatus", "GroupStatus", "Outcome", "Phase", "SyncReport", "Update", "VersionStatus", "What"]
 
+What = Literal["publish", "sync", "catch up"]
+"""Kinds of updates. The last is what engines that joined late are brought to the version by."""
 Phase = Literal["waiting", "publishing", "planning", "staging", "verifying", "committing"]
 """Of an update: for members that have not joined; for trainers to have room, or to have written; for plans; for engines to have all of it; for
 digests to be compared; for engines to take it over."""
@@ -68,8 +70,7 @@ class EngineStatus:
 class Update:
     """What is under way."""
 
-    what: Literal["publish", "sync", "catch up"]
-    """The last is what engines that joined late are brought to the version by."""
+    what: What
     version: int
     mode: str
     """"": it is not chosen yet."""
@@ -89,7 +90,7 @@ class Update:
 class Outcome:
     """Of an update that is over."""
 
-    what: Literal["publish", "sync", "catch up"]
+    what: What
     report: SyncReport
     error: str
     """"": it succeeded."""

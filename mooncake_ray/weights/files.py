@@ -128,15 +128,22 @@ class Lock:
         lock = cls(file)
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), os.stat(directory / cls.NAME)):
+            if lock.holds(directory):
                 return lock
-        except (BlockingIOError, FileNotFoundError, NotADirectoryError):
+        except BlockingIOError:
             pass
         except BaseException:
             lock.close()
             raise
         lock.close()  # another holds it, or has taken the directory away in between
         return None
+
+    def holds(self, directory: Path) -> bool:
+        """Whether it is a lock on what is there now: whoever knows nothing of locks may have put another in its place."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(directory / self.NAME))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def close(self) -> None:
         if self._file >= 0:

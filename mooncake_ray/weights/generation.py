@@ -73,6 +73,10 @@ class Snapshot(Stored):
         raw = torch.frombuffer(self._maps[file], dtype=torch.uint8, count=end - begin, offset=begin)
         return raw.view(getattr(torch, meta.dtype)).view(shape)
 
+    def in_place(self) -> bool:
+        """Whether this, while it is open, is what there is at its path. Somebody may have deleted it all the same, and written another."""
+        return self._lock.holds(self.path)
+
     def close(self) -> None:
         """It may be deleted from now on."""
         self._lock.close()

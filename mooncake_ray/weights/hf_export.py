@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from mooncake_ray.errors import ChecksumError, ConfigError, SnapshotError
-from mooncake_ray.weights.digest import content_digest
+from mooncake_ray.errors import ConfigError
 from mooncake_ray.weights.files import Files
 from mooncake_ray.weights.meta import ParamMeta
 from mooncake_ray.weights.stored import Stored
-from mooncake_ray.weights.tensor_file import Entry, bits, write
+from mooncake_ray.weights.tensor_file import Entry, write
 
 __all__ = ["export_hf"]
 
@@ -47,7 +45,6 @@ def export_hf(snapshot: Stored, directory: str | os.PathLike[str], max_shard_byt
     files.make_directories(target)
     if there := sorted(p.name for p in target.iterdir() if p.name == _INDEX or (p.name.startswith("model") and p.suffix == ".safetensors")):
         raise ConfigError(f"{target} has weights already: {', '.join(there[:5])}")
-    wholes = _Wholes(snapshot)
     shards = _shards(snapshot.manifest.metas, max_shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -56,7 +53,7 @@ def export_hf(snapshot: Stored, directory: str | os.PathLike[str], max_shard_byt
         entries = [Entry(m.name, m.dtype, m.shape) for m in metas]
 
         def content(n: int, metas: Sequence[ParamMeta] = metas) -> Iterator[torch.Tensor]:
-            yield wholes.tensor(metas[n])
+            yield snapshot.whole(metas[n])
 
         write(files, target / f"{name}.unfinished", entries, {"format": "pt"}, content)
     for name in names:
@@ -67,33 +64,6 @@ def export_hf(snapshot: Stored, directory: str | os.PathLike[str], max_shard_byt
         files.put(target / _INDEX, [json.dumps(index, indent=2).encode()])
     files.sync_directory(target)
     return [target / name for name in names]
-
-
-class _Wholes:
-    """Tensors of a snapshot, put together from its regions."""
-
-    def __init__(self, snapshot: Stored) -> None:
-        self._snapshot = snapshot
-        self._digests = snapshot.manifest.digests()
-        self._regions: dict[str, list[int]] = {}
-        for number, (_, meta, _) in enumerate(snapshot.regions):
-            self._regions.setdefault(meta.name, []).append(number)
-
-    def tensor(self, meta: ParamMeta) -> torch.Tensor:
-        numbers = self._regions.get(meta.name, [])
-        regions = [self._snapshot.regions[n][2] for n in numbers]
-        if (held := sum(math.prod(r.extent) for r in regions)) != math.prod(meta.shape):
-            raise SnapshotError(f"{meta.name}: the snapshot holds {held} of {math.prod(meta.shape)} elements")
-        if len(numbers) == 1:
-            whole = self._snapshot.tensor(numbers[0])
-        else:
-            whole = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
-            for number, region in zip(numbers, regions, strict=True):
-                place = bits(whole)[tuple(slice(a, b) for a, b in zip(region.lo, region.hi, strict=True))]
-                place.copy_(bits(self._snapshot.tensor(number)))
-        if content_digest(whole, (0,) * len(meta.shape), meta.shape) != self._digests[meta.name]:
-            raise ChecksumError(f"{meta.name}: version {self._snapshot.version} does not hold what was written")
-        return whole
 
 
 def _shards(metas: Sequence[ParamMeta], limit: int) -> list[list[ParamMeta]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from mooncake_ray.errors import ChecksumError, ConfigError
+from mooncake_ray.errors import ChecksumError, ConfigError, SnapshotError
 from mooncake_ray.weights.delivery import deliver_plan
 from mooncake_ray.weights.digest import DIGESTS, content_digest
 from mooncake_ray.weights.manifest import Manifest, Region, few
@@ -63,6 +64,44 @@ class Stored(ABC):
     def fragments(self) -> Sequence[Fragment]:
         """Where the regions are in buffers that have one file's elements of one dtype."""
         return fragments(self.regions)
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, list[int]]:
+        """Of the regions of each tensor."""
+        out: dict[str, list[int]] = {m.name: [] for m in self.manifest.metas}
+        for number, (_, meta, _) in enumerate(self.regions):
+            out[meta.name].append(number)
+        return out
+
+    def parts_of(self, meta: ParamMeta) -> Sequence[int]:
+        """Numbers of the regions that a tensor is in. Raises SnapshotError: they have not got all of it."""
+        numbers = self._numbers[meta.name]
+        if (held := sum(math.prod(self.regions[n][2].extent) for n in numbers)) != math.prod(meta.shape):
+            raise SnapshotError(f"{meta.name}: version {self.version} holds {held} of {math.prod(meta.shape)} elements")
+        return numbers
+
+    def whole(self, meta: ParamMeta) -> torch.Tensor:
+        """A tensor: where it lies, if that is in one region; else a copy. Not to be written.
+
+        Raises:
+            SnapshotError: the regions have not got all of it.
+            ChecksumError: it is not what was written.
+        """
+        numbers = self.parts_of(meta)
+        if len(numbers) == 1:
+            out = self.tensor(numbers[0])
+        else:
+            out = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+            for number in numbers:
+                region = self.regions[number][2]
+                bits(out)[tuple(slice(a, b) for a, b in zip(region.lo, region.hi, strict=True))] = bits(self.tensor(number))
+        if content_digest(out, (0,) * len(meta.shape), meta.shape) != self._digests[meta.name]:
+            raise ChecksumError(f"{meta.name}: version {self.version} does not hold what was written")
+        return out
+
+    @cached_property
+    def _digests(self) -> Mapping[str, int]:
+        return self.manifest.digests()
 
     def tensor(self, number: int) -> torch.Tensor:
         """A region (its number in `regions`) as `rows`."""

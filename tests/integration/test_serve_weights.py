@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 import ray
 import torch
-from conftest import until
+from waiting import eventually
 from weight_actors import TrainerRank, model
 
 from mooncake_ray.errors import SnapshotNotFoundError
@@ -217,9 +217,9 @@ def test_what_is_pinned_or_read_survives_retention(endpoint):
     with client.pin(30):
         for version in (31, 32):
             client.publish(version, tensors)
-        until(lambda: client.versions() == [30, 32], "all but the newest and the pinned one are deleted")
+        eventually(lambda: client.versions() == [30, 32], "all but the newest and the pinned one are deleted")
         assert torch.equal(client.tensors(30)["w"], tensors["w"])
-    until(lambda: client.versions() == [32], "what is not pinned any more is deleted")
+    eventually(lambda: client.versions() == [32], "what is not pinned any more is deleted")
 
 
 def test_many_readers(endpoint, tmp_path):
@@ -267,7 +267,7 @@ def test_versions_of_a_group_are_stored(serving, tmp_path):
     run(tmp_path, name="grouped", route_prefix="/grouped", group="served", publish_token=TOKEN)
     try:
         client = WeightClient(f"{URL}/grouped", token=TOKEN)
-        until(lambda: "endpoint" in group.versions(), "the endpoint joins the group")
+        eventually(lambda: "endpoint" in group.versions(), "the endpoint joins the group")
         for version in (1, 2):
             ray.get([t.train.remote(version) for t in trainers], timeout=60)
             group.sync(version, timeout_s=120)

@@ -10,6 +10,7 @@ import torch
 from disk_models import layouts, models, same, shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serve_site import data_of
 
 from mooncake_ray.errors import CorruptBlockError, SnapshotError, SnapshotNotFoundError
 from mooncake_ray.serve import contents
@@ -19,24 +20,6 @@ from mooncake_ray.weights.digest import content_digest
 from mooncake_ray.weights.snapshot import SnapshotStore
 from mooncake_ray.weights.source import StateDictSource
 from mooncake_ray.weights.tensor_file import Entry, header, parsed, raw
-
-
-def data_of(spans):
-    out = b""
-    for span in spans:
-        if isinstance(span, Held):
-            out += span.data
-        elif isinstance(span, FileSpan):
-            with open(span.path, "rb") as file:
-                file.seek(span.offset)
-                piece = file.read(span.nbytes)
-            assert len(piece) == span.nbytes
-            out += piece
-        else:
-            piece = b"".join(bytes(part) for part in span.parts())
-            assert len(piece) == span.nbytes
-            out += piece
-    return out
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
+import json
 import os
 import socket
 import threading
@@ -65,6 +67,8 @@ def test_several_requests_of_a_connection(port):
             ("GET", target(), {}, 200, whole),
             ("GET", target(), {"Range": "bytes=2-9"}, 206, whole[2:10]),
             ("HEAD", target(), {}, 200, b""),
+            ("HEAD", target(), {"Range": "bytes=2-9"}, 200, b""),
+            ("GET", "//[", {}, 400, None),
             ("GET", target(), {"If-None-Match": '"t"'}, 304, b""),
             ("GET", target(), {"Range": "bytes=9999-"}, 416, None),
             ("GET", target(), {"If-Match": '"u"'}, 412, None),
@@ -92,6 +96,33 @@ def test_requests_one_after_the_other_without_waiting(port):
         while piece := sock.recv(4096):
             said += piece
         assert said.count(b"206 Partial Content") == 4 == said.count(b"\r\n\r\nhead")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("GET {to} HTTP/1.1\r\nTransfer-Encoding: chunked", 411),
+        ("GET {to} HTTP/1.1\r\nContent-Length: +99", 400),
+        ("GET /not-signed HTTP/1.1\r\nContent-Length: 99", 403),
+        ("POST {to} HTTP/1.1\r\nContent-Length: 99", 403),
+    ],
+)
+def test_a_body_that_was_refused_is_not_the_next_request(port, head, status):
+    with connected(port) as sock:
+        sock.sendall(f"{head.format(to=target())}\r\n\r\nGET {target()} HTTP/1.1\r\n\r\n".encode())
+        sock.shutdown(socket.SHUT_WR)
+        said = b""
+        while piece := sock.recv(4096):
+            said += piece
+        assert said.startswith(b"HTTP/1.1 %d " % status) and said.count(b"HTTP/1.1") == 1 and b"Connection: close" in said
+
+
+def test_a_body_that_does_not_end_is_given_up(tmp_path):
+    """However busy its sender is."""
+    with port_with(tmp_path, idle_s=0.2) as port, connected(port) as sock:
+        sock.sendall(f"GET {target()} HTTP/1.1\r\nContent-Length: {1 << 40}\r\n\r\n".encode())
+        with pytest.raises(ConnectionError):
+            sock.sendall(bytes(1 << 30))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -155,6 +186,34 @@ def test_it_ends_while_somebody_reads(tmp_path):
         assert not closer.is_alive() and port.turnstile.inside == 0
         with pytest.raises(TransportError, match="has ended"):
             port.check()
+
+
+@pytest.mark.parametrize(("error", "status"), [(errno.ENOENT, 404), (errno.EMFILE, 500), (errno.EIO, 500)])
+def test_files_that_cannot_be_opened_are_said(port, monkeypatch, error, status):
+    """As the first byte is not sent yet; and the connection can be used again."""
+
+    def fails(path, *arguments):
+        raise OSError(error, os.strerror(error), path)
+
+    with closing(http.client.HTTPConnection("127.0.0.1", port.number, timeout=60)) as connection:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", fails)
+            connection.request("GET", target())
+            answer = connection.getresponse()
+            assert answer.status == status and os.strerror(error) in json.loads(answer.read())["detail"]
+        connection.request("GET", target())
+        assert connection.getresponse().status == 200
+
+
+def test_a_disk_that_fails_when_it_is_looked_at_is_said(port):
+    def find(name):
+        raise OSError(errno.EIO, "Input/output error")
+
+    port._find = find
+    with closing(http.client.HTTPConnection("127.0.0.1", port.number, timeout=60)) as connection:
+        connection.request("GET", target())
+        answer = connection.getresponse()
+        assert answer.status == 500 and json.loads(answer.read())["type"].endswith(":disk")
 
 
 def test_a_file_that_has_become_shorter(tmp_path):

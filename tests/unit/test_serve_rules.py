@@ -21,6 +21,7 @@ from mooncake_ray.serve.signing import Signer
 from mooncake_ray.serve.turnstile import Turnstile
 from mooncake_ray.serve.wire import parsed
 from mooncake_ray.weights.delta_index import Anchor, Index, PatchFile, Step
+from mooncake_ray.weights.files import Files
 from mooncake_ray.weights.snapshot import SnapshotStore
 from mooncake_ray.weights.source import StateDictSource
 
@@ -54,7 +55,7 @@ TAG = '"abc"'
     ],
 )
 def test_ranges(headers, expected):
-    assert answer(headers, 10, TAG) == expected
+    assert answer("GET", headers, 10, TAG) == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -62,7 +63,7 @@ def test_ranges(headers, expected):
 @example("bytes=²-", 5)
 @example("bytes=٣-", 5)
 def test_no_range_is_answered_with_bytes_that_are_not_there(text, nbytes):
-    found = answer({"range": text}, nbytes, TAG)
+    found = answer("GET", {"range": text}, nbytes, TAG)
     assert 0 <= found.begin <= found.end <= nbytes
     assert found.status in (200, 206, 416)
 
@@ -94,8 +95,12 @@ def test_a_secret_is_not_short():
         Signer(b"abc")
 
 
+# What a proxy in front may take for two headers.
+CONTROLS = [b"GET / HTTP/1.1\r\nX: a\nContent-Length: 5", b"GET / HTTP/1.1\r\nX: a\rb", b"GET / HTTP/1.1\r\nX: \0", b"GET /\n HTTP/1.1"]
+
+
 @pytest.mark.parametrize(
-    "head", [b"", b"GET /", b"GET / HTTP/2", b"GET / HTTP/1.1\r\nno colon", b"GET / HTTP/1.1\r\n: x", b"GET  / HTTP/1.1"]
+    "head", [b"", b"GET /", b"GET / HTTP/2", b"GET / HTTP/1.1\r\nno colon", b"GET / HTTP/1.1\r\n: x", b"GET  / HTTP/1.1", *CONTROLS]
 )
 def test_what_is_no_request(head):
     with pytest.raises(Problem) as error:
@@ -182,6 +187,35 @@ def test_pins_whose_lease_is_lost_are_ended_and_others_are_left_alone(saved):
     assert list(saved.pins(1)) == [f"lease-{kept.id}", "mine"]
 
 
+@pytest.mark.parametrize("left", [b"", b"{}", b'{"id": "' + b"0" * 32], ids=["nothing", "no lease", "half"])
+def test_a_lease_that_a_crash_of_the_machine_has_spoilt_is_over(saved, left):
+    leases = Leases(saved)
+    spoilt, kept = leases.take(1, 1000.0), leases.take(1, 1000.0)
+    (saved.directory / "leases" / spoilt.id).write_bytes(left)
+    with pytest.raises(SnapshotNotFoundError):
+        leases.renew(spoilt.id, 10.0)
+    assert leases.of(1) == [kept] and leases.sweep() == []
+    assert list(saved.pins(1)) == [kept.pin]
+
+
+def test_who_renews_a_pin_at_the_same_moment_spoils_nothing(saved, monkeypatch):
+    """One begins to write, the other does all of it, the first goes on."""
+    leases, other = Leases(saved), Leases(saved)
+    lease = leases.take(1, 1000.0)
+    write, seen = Files.write, []
+
+    def interrupted(files, file, data):
+        if files is leases._files and not seen:
+            seen.append(other.renew(lease.id, 2000.123456))
+            done = write(files, file, data)
+            assert other.get(lease.id) == seen[0]
+            return done
+        return write(files, file, data)
+
+    monkeypatch.setattr(Files, "write", interrupted)
+    assert leases.renew(lease.id, 3000.0) == leases.get(lease.id) and seen
+
+
 # ---- turnstile
 
 
@@ -250,6 +284,7 @@ def test_versions_that_deltas_lead_to():
         ({"max_transfers": 0}, "max_transfers"),
         ({"wait_s": 0}, "wait_s must be positive"),
         ({"idle_s": float("nan")}, "idle_s must be positive"),
+        ({"link_s": float("inf")}, "link_s must be positive and finite"),
         ({"max_waiting": -1}, "max_waiting"),
         ({"port": 70000}, "port"),
         ({"files": "/nowhere/at/all"}, "no directory"),
@@ -259,6 +294,10 @@ def test_versions_that_deltas_lead_to():
 def test_settings_that_make_no_sense(settings, why):
     with pytest.raises(ConfigError, match=why):
         Settings("/store", **settings)
+
+
+def test_tokens_are_not_shown():
+    assert "secret" not in repr(Settings("/store", publish_token="secret", read_token="secret"))
 
 
 @pytest.mark.parametrize("hosts", [["127.0.0.1"], ["192.0.2.1", "127.0.0.1"], ["::1"]])
