@@ -38,7 +38,7 @@ LOG_BOUND = 20.0
 
 Array = Any  # numpy.ndarray or torch.Tensor
 Level = Literal["token", "sequence", "geometric"]
-LEVELS = ("token", "sequence", "geometric")
+_LEVELS = ("token", "sequence", "geometric")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64), torch.float32, torch.float64)
 
 
@@ -59,10 +59,10 @@ def importance_ratio(logp: Array, behaviour_logp: Array, mask: Array, level: Lev
         SchemaError: Kinds, devices, shapes or dtypes are wrong or differ.
         ConfigError: There is no such level.
     """
-    if level not in LEVELS:
-        raise ConfigError(f"level is {level!r}, expected one of {list(LEVELS)}")
+    if level not in _LEVELS:
+        raise ConfigError(f"level is {level!r}, expected one of {list(_LEVELS)}")
     xp, on = _of_floats(mask, logp=logp, behaviour_logp=behaviour_logp)
-    log_ratio = xp.where(on, logp - behaviour_logp, 0.0)
+    log_ratio = _log_ratio(xp, on, logp, behaviour_logp)
     if level != "token":
         log_ratio = log_ratio.sum(1)[:, None]
         if level == "geometric":
@@ -87,7 +87,7 @@ def truncated(ratio: Array, cap: float, mask: Array) -> tuple[Array, Array]:
 
 
 def masked(ratio: Array, low: float, high: float, mask: Array) -> tuple[Array, Array]:
-    """Masked importance sampling: what is too far off is not learnt from at all. On tokens it is IcePop (https://ringtech.notion.site/icepop),
+    """Masked importance sampling: what is too far off is not learnt from at all. On tokens it is IcePop (Ring-1T, arXiv 2510.18855),
     on whole samples ("sequence", "geometric") the rejection of https://richardli.xyz/rl-collapse.
 
     Returns:
@@ -197,7 +197,7 @@ def off_policy_metrics(logp: Array, behaviour_logp: Array, mask: Array, cap: flo
     logp, behaviour_logp = _constant(logp), _constant(behaviour_logp)
     ratio = importance_ratio(logp, behaviour_logp, mask, level)
     weights, fraction = truncated(ratio, cap, mask)
-    log_ratio = xp.where(on, logp - behaviour_logp, 0.0)
+    log_ratio = _log_ratio(xp, on, logp, behaviour_logp)
     k3 = importance_ratio(logp, behaviour_logp, mask) - xp.where(on, 1 + log_ratio, 0.0)
     effective = weights.sum() ** 2 / (weights**2).sum()
     numbers = [ratio.sum() / tokens, ratio.max(), fraction, -log_ratio.sum() / tokens, k3.sum() / tokens, effective / tokens]
@@ -229,6 +229,11 @@ def _of_floats(mask: Array, **arrays: Array) -> tuple[Any, Array]:
         if array.dtype not in _FLOATS or array.dtype != first:
             raise SchemaError(f"{name} is {array.dtype}, expected float32 or float64, the same in all")
     return out
+
+
+def _log_ratio(xp: Any, on: Array, logp: Array, behaviour_logp: Array) -> Array:
+    """0 where the mask is. The mask goes first: infinities that are only padding must not meet."""
+    return xp.where(on, logp, 0.0) - xp.where(on, behaviour_logp, 0.0)
 
 
 def _fraction(hit: Array, on: Array, ratio: Array) -> Array:

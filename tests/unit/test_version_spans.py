@@ -84,7 +84,7 @@ def test_of_what_engines_say(samples, form, empty_spans):
     for sample in samples:
         row, at = [], 0
         for version, n in groups(sample):
-            row += [(version, at, at)] * empty_spans + [(version, at, at + 1), (version, at + 1, at + n)]
+            row += [(version + 1, at, at)] * empty_spans + [(version, at, at + 1), (version, at + 1, at + n)]
             at += n
         said.append(row)
     make = {
@@ -340,8 +340,9 @@ def test_batches_that_have_no_such_columns():
     ):
         with pytest.raises(SchemaError, match=text):
             spans_of(bad)
-    with pytest.raises(SchemaError, match="sample 1 has versions of 1 tokens, expected 0 as in 'responses'"):
-        spans_of(with_column("responses", Ragged.from_lists([[1, 2], []])), "responses")
+    for response in ([[1, 2], []], [[1, 2], [3, 4]]):
+        with pytest.raises(SchemaError, match=f"sample 1 has versions of 1 tokens, expected {len(response[1])} as in 'responses'"):
+            spans_of(with_column("responses", Ragged.from_lists(response, torch.int64)), "responses")
     with pytest.raises(SchemaError, match="no column 'tokens'"):
         spans_of(data, "tokens")
     for response in (None, "responses"):
