@@ -24,6 +24,7 @@ LEVELS = {
     "engines": 4,
     "rollout": 4,
     "objects": 4,
+    "rollout": 4,
     "serve": 4,
     "sync": 4,
     "cli": 4,
