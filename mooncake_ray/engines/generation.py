@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Generation", "VersionSpan", "VersionSpans", "next_token"]
+__all__ = ["Generation", "GrowingSpans", "VersionSpan", "next_token"]
 
 
-@dataclass(frozen=True)
-class VersionSpan:
-    """Tokens `[start, end)` of an answer were made by one version."""
+class VersionSpan(NamedTuple):
+    """Tokens `[start, end)` of an answer were made by one version. What `VersionSpans.of` takes."""
 
     version: int | None
     start: int
@@ -31,7 +30,7 @@ class Generation:
 
 
 @dataclass
-class VersionSpans:
+class GrowingSpans:
     """Grows token by token."""
 
     _spans: list[VersionSpan] = field(default_factory=list)

@@ -13,7 +13,7 @@ import torch
 from mooncake_ray.engines.base import PauseMode, UpdateInfo
 from mooncake_ray.engines.derived import Derived
 from mooncake_ray.engines.gate import Gate
-from mooncake_ray.engines.generation import Generation, VersionSpans, next_token
+from mooncake_ray.engines.generation import Generation, GrowingSpans, next_token
 from mooncake_ray.engines.served import Served
 from mooncake_ray.errors import EnginePausedError, EnginePoisonedError, WeightSyncError
 from mooncake_ray.weights.digest import content_digest
@@ -114,7 +114,7 @@ class TorchModuleEngine:
             EnginePoisonedError: the weights became a mixture, before or meanwhile.
             EnginePausedError: the engine was paused, and refused the request.
         """
-        spans = VersionSpans()
+        spans = GrowingSpans()
         out: list[int] = []
         with self._gate.request() as begun:
             for _ in range(max_new_tokens):

@@ -34,9 +34,12 @@ from mooncake_ray.rollout.lent import Share, Ticket
 from mooncake_ray.rollout.records import Brought, NoRoom, Want
 from mooncake_ray.rollout.replay import Draw
 from mooncake_ray.rollout.settings import BufferSettings
+from mooncake_ray.rollout.spans import NO_VERSION, VersionSpans
 from mooncake_ray.rollout.vault import Vault
 
 __all__ = ["RolloutBuffer"]
+
+Version = int | Sequence[int] | np.ndarray | VersionSpans
 
 _ANSWER_S = 60.0  # beside what is waited for
 _AGAIN_S = 0.05
@@ -156,7 +159,7 @@ class RolloutBuffer:
         batch: Any,
         *,
         uids: Sequence[str],
-        version: int | Sequence[int] | np.ndarray,
+        version: Version,
         tokens: Sequence[int] | np.ndarray | None = None,
         priority: Sequence[float] | np.ndarray | None = None,
         tags: Mapping[str, Any] | None = None,
@@ -168,7 +171,8 @@ class RolloutBuffer:
         Args:
             batch: What `put_batch` takes, or the `BatchRef` of what is stored already: a row for each sample.
             uids: Of the group of each sample.
-            version: Of the weights that made the oldest token of each, or of all.
+            version: Of the weights that made the oldest token of each, or of all; or the spans that `attach` has put into the batch, by which
+                it is known of each token.
             tokens: What each costs to learn from: learner ranks get about as many. Default: 1.
             priority: Of each sample; a group has the highest.
             tags: Arrays with an element for each sample, for filters: rewards, say.
@@ -309,7 +313,7 @@ class RolloutBuffer:
             uuid.uuid4().hex,
             list(uids),
             np.ones(count, np.int64) if tokens is None else np.asarray(tokens),
-            np.broadcast_to(np.asarray(version), count).copy(),
+            _oldest(version, count),
             ref.nbytes,
             None if priority is None else np.asarray(priority, np.float64),
             {name: np.asarray(column) for name, column in (tags or {}).items()},
@@ -349,6 +353,14 @@ class RolloutBuffer:
                 raise GetTimeoutError(f"buffer {self.name!r} did not answer within {_ANSWER_S:.0f} s") from e
             except ray.exceptions.RayTaskError as e:
                 raise e.cause from None
+
+
+def _oldest(version: Version, samples: int) -> np.ndarray:
+    """Of each sample."""
+    if not isinstance(version, VersionSpans):
+        return np.broadcast_to(np.asarray(version), samples).copy()
+    oldest = version.oldest()
+    return np.where(oldest == NO_VERSION, oldest.max(initial=0), oldest)  # a sample without tokens makes no group old
 
 
 def _operation() -> str:

@@ -17,7 +17,7 @@ from mooncake_ray.rollout.answers import GivenShare, GivenWork, joined
 from mooncake_ray.rollout.records import Brought, Reason
 
 if TYPE_CHECKING:
-    from mooncake_ray.rollout.buffer import RolloutBuffer
+    from mooncake_ray.rollout.buffer import RolloutBuffer, Version
 
 __all__ = ["Share", "Ticket", "Work"]
 
@@ -57,7 +57,7 @@ class Ticket(Kept):
         batch: Any,
         *,
         uids: Sequence[str],
-        version: int | Sequence[int] | np.ndarray,
+        version: Version,
         tokens: Sequence[int] | np.ndarray | None = None,
         priority: Sequence[float] | np.ndarray | None = None,
         tags: Mapping[str, Any] | None = None,
@@ -76,7 +76,7 @@ class Ticket(Kept):
         batch: Any,
         *,
         uids: Sequence[str],
-        version: int | Sequence[int] | np.ndarray,
+        version: Version,
         operation_id: str | None = None,
     ) -> None:
         """Gives back groups that are not done, with all there is of each: whoever resumes them goes on from that.

@@ -16,6 +16,7 @@ from conftest import until
 
 import mooncake_ray
 from mooncake_ray.errors import ConfigError, GetTimeoutError, LeaseLostError, SchemaError, StaleVersionError, StoreError, StoreFullError
+from mooncake_ray.rollout.spans import VersionSpans
 
 LENGTH = 8192  # of a row: a batch of four is passed on, not copied
 SIZE = 2  # samples of a group
@@ -131,7 +132,8 @@ def test_staleness(buffer):
     buffer = buffer(max_staleness=1)
     for version in range(4):
         uids = names(version, version + 1)
-        buffer.put(rows(uids), uids=uids, version=[version + 1, version])
+        spans = VersionSpans.of([[], [(version + 1, 0, 5), (version, 5, LENGTH)]])
+        buffer.put(rows(uids), uids=uids, version=spans if version % 2 else [version + 1, version])
     share = buffer.take(0, 3, 2)
     assert sorted(read(share)) == [2, 2, 3, 3] and share.ages.tolist() == [1, 1, 0, 0]
     buffer.commit(share)

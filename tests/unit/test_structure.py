@@ -22,7 +22,6 @@ LEVELS = {
     "data": 2,
     "weights": 2,
     "engines": 4,
-    "rollout": 4,
     "objects": 4,
     "rollout": 4,
     "serve": 4,
