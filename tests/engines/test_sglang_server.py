@@ -68,7 +68,7 @@ def live(request, cluster, tmp_path_factory):
     python_of("sglang")
     folder = tmp_path_factory.mktemp(kind)
     save(made(kind), folder)
-    group = mooncake_ray.WeightSyncGroup(f"sglang-{kind}", liveness_s=6.0)
+    group = mooncake_ray.WeightSyncGroup(f"sglang-{kind}", liveness_s=15.0)
     training = Training.remote(kind)
     live = Live(kind, tp, None, group, training, cluster)
     live.server = live.start(folder, "first")

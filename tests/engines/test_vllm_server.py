@@ -57,7 +57,7 @@ def live(request, cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp(kind)
     save(made(kind), folder)
     server = VLLMServer(python, folder, ROOT / "build" / f"vllm-{kind}.log", tp=tp)
-    group = mooncake_ray.WeightSyncGroup(f"vllm-{kind}", liveness_s=6.0)
+    group = mooncake_ray.WeightSyncGroup(f"vllm-{kind}", liveness_s=15.0)
     training = Training.remote(kind)
     ray.get(training.join.remote(group))
     live = Live(kind, folder, server, VLLMEngine(server.url), group, training, tp)
