@@ -46,8 +46,9 @@ for staging in ("version", "buckets"):
     for seed in (1, 2):
         metadata = ray.get([a.call.remote("prepare") for a in everybody], timeout=150)
         kwargs = [{k: v[i] for k, v in of.items()} for of, n in zip(topology(metadata), (2, 3)) for i in range(n)]
-        board = kwargs[0]["topology"].board._actor_id.hex()  # on the driver's node, with which it would end
-        assert state.actors(board)["Address"]["NodeID"] == ray.get_runtime_context().get_node_id()
+        board = kwargs[0]["topology"].board  # on the driver's node, with which it would end
+        assert ray.get(board.is_there.remote(), timeout=150)
+        assert state.actors(board._actor_id.hex())["Address"]["NodeID"] == ray.get_runtime_context().get_node_id()
         ray.get([a.call.remote("init_process_group", **k) for a, k in zip(everybody, kwargs)])
         before = ray.get(receivers[0].put_here.remote())
         done = ray.get([a.send.remote(seed) for a in senders] + [a.receive.remote(seed) for a in receivers], timeout=150)

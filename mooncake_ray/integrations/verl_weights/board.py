@@ -197,8 +197,8 @@ class Board:
 
 
 def new_board() -> Any:
-    """A board of this process's, on its node."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    """A board of this process's, on its node: soft, Ray would start what needs no resources on any."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(Board).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=here).remote()
 
 
