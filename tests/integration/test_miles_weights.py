@@ -25,9 +25,6 @@ class Server:
     def __init__(self, number: int) -> None:
         self.server_host, self.server_port = f"engine{number}", 30000 + number
 
-    def is_there(self) -> bool:
-        return True
-
 
 @ray.remote(num_cpus=0)
 class Handles:
