@@ -171,6 +171,15 @@ def test_a_rollout_that_fails_before_it_has_all(pool, monkeypatch):
     assert group.succeeds(2)
 
 
+def test_what_was_there_of_an_update_that_failed_is_given_back(pool, monkeypatch):
+    """Though errors keep the frames that had it."""
+    group, before = Group(1, 2), pool.pins
+    monkeypatch.setattr(group.receivers[1]._receiver, "fetch", loses)
+    done = group.update(model(1))
+    assert isinstance(done[1], SyncAbortedError) and isinstance(done[2], OSError)
+    assert pool.pins == before
+
+
 def test_nothing_is_handed_on_before_all_have_it(pool, monkeypatch):
     group = Group(1, 2)
 

@@ -58,8 +58,7 @@ class Receiver:
             await seat.join()
             joiner = Joiner(self._size)
             if self._whole:
-                staged = deque([each async for each in self._come(seat, version)])
-                await self._until_all_have(seat)
+                staged = await self._staged(seat, self._come(seat, version))
                 if self._keep:
                     self._kept = [(bucket, blobs.view(bucket.blob)) for bucket, _ in staged]
                 for name, tensor in _consumed(staged, joiner):
@@ -95,11 +94,23 @@ class Receiver:
             listed = [bucket async for found in self._announced(seat, version) for bucket in found]
             patches = [bucket.patch.blob.nbytes for bucket in listed if bucket.patch is not None]
             patched = len(patches) == len(listed) and 2 * sum(patches) <= sum(bucket.blob.nbytes for bucket in listed)
-            staged = deque([each async for each in self._fetched(seat, listed, self.fetch_patch if patched else self.fetch)])
+            coming = self._fetched(seat, listed, self.fetch_patch if patched else self.fetch)
         else:
-            patched, staged = False, deque([each async for each in self._come(seat, version)])
-        await self._until_all_have(seat)
-        return patched, staged
+            patched, coming = False, self._come(seat, version)
+        return patched, await self._staged(seat, coming)
+
+    async def _staged(self, seat: Seat, coming: AsyncIterator[Fetched]) -> deque[Fetched]:
+        """All of them, once every worker has all of its own."""
+        staged: deque[Fetched] = deque()
+        try:
+            async for each in coming:
+                staged.append(each)
+                del each
+            await self._until_all_have(seat)
+        except BaseException:
+            staged.clear()  # an error keeps this frame until garbage is collected, and others may need the room
+            raise
+        return staged
 
     async def _until_all_have(self, seat: Seat) -> None:
         while not await seat.ask("all_staged", seat.rank):
