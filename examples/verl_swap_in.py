@@ -22,6 +22,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.workers.config import CheckpointEngineConfig
 from verl_swap_in_workers import Rollout, Trainer
 
+import mooncake_ray
+
 TRAINERS, ROLLOUTS, ROWS, PROMPT = 2, 1, 64, 256
 
 
@@ -46,8 +48,6 @@ def group(cls, ranks: int, config: CheckpointEngineConfig) -> RayWorkerGroup:
 def run(store: str, steps: int) -> dict:
     config = CheckpointEngineConfig(backend="ray_put", custom_backend_module="verl_swap_in_workers", update_weights_bucket_megabytes=256)
     if store == "pool":
-        import mooncake_ray
-
         mooncake_ray.install(capacity_bytes=256 << 20)  # the line for the batches
         config = CheckpointEngineConfig(  # and those for the weights
             backend="mooncake_ray",
@@ -71,14 +71,10 @@ def run(store: str, steps: int) -> dict:
         loss = float(batch.batch["old_log_probs"].double().mean())
         trainers.update(loss)
         outcome.append([loss, *rollouts.digest()])
-    out = {"weights_s": min(weights), "batches_s": min(batches), "outcome": outcome, "to_the_pool": 0, "batch": 0}
-    out["batch"] = sum(column.nbytes for column in batch.batch.values())
-    if store == "pool":
-        import mooncake_ray
-
-        out["to_the_pool"] = mooncake_ray.pool_stats()["bytes_put"]
+    to_the_pool = mooncake_ray.pool_stats()["bytes_put"] if store == "pool" else 0
     ray.shutdown()
-    return out
+    nbytes = sum(column.nbytes for column in batch.batch.values())
+    return {"weights_s": min(weights), "batches_s": min(batches), "batch": nbytes, "to_the_pool": to_the_pool, "outcome": outcome}
 
 
 def main() -> None:

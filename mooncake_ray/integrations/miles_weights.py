@@ -19,6 +19,7 @@ import torch
 
 from mooncake_ray.errors import ConfigError, WeightSyncError
 from mooncake_ray.sync.group import WeightSyncGroup
+from mooncake_ray.sync.trainer import Trainer
 from mooncake_ray.weights.shard import Shard
 
 __all__ = ["Attachable", "PoolWeightUpdater", "install"]
@@ -77,18 +78,16 @@ class PoolWeightUpdater:
         self._timeout_s = timeout_s
         self._shard = shard if shard is not None else _megatron(args, model)
         self._engine_of = engine_of or self._sglang
-        self._group: WeightSyncGroup | None = None
-        self._member: Any = None
+        self._joined: tuple[WeightSyncGroup, Trainer] | None = None
         self._attached: set[str] = set()  # actors, by ID
-        self._engines: Sequence[Any] | None = None
-        self._stale = False
+        self._fresh = False
         self._metrics: dict[str, float] = {}
 
     def is_rollout_engines_fresh(self) -> bool:
-        return self._engines is not None and not self._stale
+        return self._fresh
 
     def mark_engine_connection_stale(self) -> None:
-        self._stale = True
+        self._fresh = False
 
     def connect_rollout_engines(
         self,
@@ -96,32 +95,34 @@ class PoolWeightUpdater:
         rollout_engine_lock: Any = None,
         engine_gpu_counts: Sequence[int] | None = None,
         engine_gpu_offsets: Sequence[int] | None = None,
+        all_engine_actors: Sequence[Any] | None = None,
     ) -> None:
         """Joins the group, and has the engines that are new join it. They are brought to the group's version by themselves. Nothing is locked:
         updates of the group are one at a time.
 
         Args:
             rollout_engines: the actors that started the servers.
-            engine_gpu_counts, engine_gpu_offsets: not used: each rank of a server says what it wants.
+            engine_gpu_counts, engine_gpu_offsets, all_engine_actors: not used: each rank of a server says what it wants.
 
         Raises:
             WeightSyncError: an engine could not join; on every rank.
         """
-        rank, world = _place()
-        group = self._joined(rank, world)
+        self._fresh = False
+        group = self._join()
         self.weight_version = self._together(lambda: self._attach(group, rollout_engines))
-        self._engines, self._stale = list(rollout_engines), False
+        self._fresh = True
 
     def update_weights(self) -> None:
         """Publishes what this rank holds, and returns when every engine serves it.
 
         Raises:
-            WeightSyncError: it did not come to that, on every rank; engines serve what they served. The next update may be tried.
+            WeightSyncError: it did not come to that, on every rank; engines serve what they served, or all but those that were lost serve it.
+                The next update may be tried.
         """
-        if self._member is None or self._group is None:
+        if self._joined is None:
             raise ConfigError("update_weights before connect_rollout_engines")
-        group, version = self._group, self.weight_version + 1
-        self._member.publish(version, timeout_s=self._timeout_s)
+        (group, member), version = self._joined, self.weight_version + 1
+        member.publish(version, timeout_s=self._timeout_s)
         self.weight_version = version
         self._together(lambda: self._sync(group, version))
 
@@ -132,29 +133,27 @@ class PoolWeightUpdater:
 
     def close(self) -> None:
         """Leaves the group; what this rank has published is gone."""
-        if self._member is not None:
-            self._member.close()
-            self._member = None
+        if self._joined is not None:
+            self._joined[1].close()
+            self._joined = None
 
-    def _joined(self, rank: int, world: int) -> WeightSyncGroup:
-        if self._group is None:
-            job = ray.get_runtime_context().get_job_id()
-            self._group = WeightSyncGroup(f"trainers-of-{job}")
-            self._member = self._group.trainer(self._shard, rank, world, timeout_s=self._timeout_s)
-        return self._group
+    def _join(self) -> WeightSyncGroup:
+        if self._joined is None:
+            group = WeightSyncGroup(f"trainers-of-{ray.get_runtime_context().get_job_id()}")
+            self._joined = group, group.trainer(self._shard, *_place(), timeout_s=self._timeout_s)
+        return self._joined[0]
 
     def _attach(self, group: WeightSyncGroup, engines: Sequence[Any]) -> int:
         """Returns the newest version that anybody has, as engines may that outlived other trainers: the next is newer."""
         pause, keep = ("abort", "retract") if self._mode == "abort" else ("keep", self._mode)
         here = {actor._actor_id.hex(): actor for actor in engines}
-        for number, (id, actor) in enumerate(here.items()):
+        self._attached &= here.keys()
+        for id, actor in here.items():
             if id in self._attached:
                 continue
-            url = ray.get(actor.__ray_call__.remote(_url), timeout=self._timeout_s)
-            engine = self._engine_of(url)
-            engine.attach(group, f"engine-{number}", pause=pause, keep=keep, flush=keep != "in_place", timeout_s=self._timeout_s)
+            engine = self._engine_of(ray.get(actor.__ray_call__.remote(_url), timeout=self._timeout_s))
+            engine.attach(group, _name(id), pause=pause, keep=keep, flush=keep != "in_place", timeout_s=self._timeout_s)
             self._attached.add(id)
-        self._attached &= here.keys()
         status = group.status()
         return max(self.weight_version, status.published, status.version, *(engine.version for engine in status.engines.values()))
 
@@ -211,6 +210,11 @@ def install(args: Any) -> None:
         )
     for module in found:
         setattr(module, _BROADCASTS, PoolWeightUpdater)
+
+
+def _name(actor: str) -> str:
+    """Of an actor's engine, and of no other's, wherever it is among them: two of one name would take each other's place again and again."""
+    return f"engine-{actor[:12]}"
 
 
 def _url(actor: Any) -> str:

@@ -11,7 +11,7 @@ import ray
 import torch
 from weight_actors import EngineRank, cut, model
 
-from mooncake_ray.errors import ConfigError, WeightSyncError
+from mooncake_ray.errors import ConfigError, SyncTimeoutError, WeightSyncError
 from mooncake_ray.integrations import miles_weights
 from mooncake_ray.integrations.miles_weights import PoolWeightUpdater, install
 
@@ -24,9 +24,6 @@ class Server:
 
     def __init__(self, number: int) -> None:
         self.server_host, self.server_port = f"engine{number}", 30000 + number
-
-    def is_there(self) -> bool:
-        return True
 
 
 @ray.remote(num_cpus=0)
@@ -84,16 +81,17 @@ class TrainerRank:
         for name, tensor in cut(model(seed), self.rank, self.world)[0].items():
             self.parts[name].copy_(tensor)
         if has_new or not self.updater.is_rollout_engines_fresh():
-            self.updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
+            places = {"engine_gpu_counts": [1], "engine_gpu_offsets": [0], "all_engine_actors": engines}
+            self.updater.connect_rollout_engines(engines, None, **places)
         self.updater.update_weights()
         return self.updater.weight_version, self.updater.pop_metrics()
 
     def end(self) -> None:
-        group = self.updater._group
+        joined = self.updater._joined
         self.updater.close()
         torch.distributed.barrier()
-        if self.rank == 0 and group is not None:
-            group.shutdown()
+        if self.rank == 0 and joined is not None:
+            joined[0].shutdown()
 
 
 def free_port() -> int:
@@ -133,9 +131,43 @@ def test_updates_as_the_trainers_ask_for_them(trainers):
     servers.append(Server.remote(1))  # another engine, later
     update(ranks, 3, servers, True)
     assert ray.get(handles.have.remote(3)) == [True, True]
+    servers.append(Server.remote(2))  # and another, in a list that the first is not in any more
+    update(ranks, 4, servers[1:], True)
+    assert ray.get(handles.have.remote(4)) == [True] * 3, "none has taken another's place"
     said = ray.get(handles.said.remote())
-    assert [(url, name) for url, name, _ in said] == [("http://engine0:30000", "engine-0"), ("http://engine1:30001", "engine-1")]
+    names = [f"engine-{server._actor_id.hex()[:12]}" for server in servers]
+    assert [(url, name) for url, name, _ in said] == [(f"http://engine{n}:{30000 + n}", names[n]) for n in range(3)]
     assert said[0][2] == {"pause": "keep", "keep": "retract", "flush": True, "timeout_s": 100}
+
+
+def test_joining_is_tried_again(monkeypatch):
+    class Late:
+        """A group whose trainers are together at the second try."""
+
+        tries = 0
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def trainer(self, shard, rank, world, *, timeout_s):
+            Late.tries += 1
+            if Late.tries == 1:
+                raise SyncTimeoutError("the other trainers have not come")
+            return SimpleNamespace(close=lambda: None)
+
+        def status(self):
+            return SimpleNamespace(published=3, version=2, engines={})
+
+    monkeypatch.setattr(miles_weights, "WeightSyncGroup", Late)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
+    updater = PoolWeightUpdater(SimpleNamespace(), [], None, shard=object())
+    with pytest.raises(SyncTimeoutError):
+        updater.connect_rollout_engines([])
+    assert not updater.is_rollout_engines_fresh()
+    updater.connect_rollout_engines([])
+    assert Late.tries == 2 and updater.is_rollout_engines_fresh() and updater.weight_version == 3
+    updater.mark_engine_connection_stale()
+    assert not updater.is_rollout_engines_fresh()
 
 
 @pytest.mark.slow

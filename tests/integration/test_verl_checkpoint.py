@@ -9,20 +9,15 @@ import pytest
 import ray
 
 pytest.importorskip("codetiming", reason="verl's workers need it")
-from conftest import until
 from verl_actors import Rollout, Trainer, model, same
+from verl_group import SMALL, leaks_allowed  # noqa: F401 - a fixture
+from waiting import eventually
 
 from mooncake_ray.errors import SyncAbortedError
-from mooncake_ray.testing import Allowed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-MODULE = "mooncake_ray.integrations.verl_checkpoint"
+BACKEND, MODULE = "mooncake_ray", "mooncake_ray.integrations.verl_checkpoint"
 TRAINERS, ROLLOUTS = 2, 3
-
-
-@pytest.fixture
-def leaks_allowed() -> Allowed:
-    return Allowed(threads=("*",), descriptors=("*",), maps=("r?-s",), processes=("ray::*",))
 
 
 class Replica:
@@ -38,12 +33,11 @@ class Replica:
         return called
 
 
-def config_of(backend: str = "mooncake_ray", **kwargs):
+def config():
     from verl.workers.config import CheckpointEngineConfig
 
-    kwargs = {"chunk_megabytes": 1 / 16, "timeout_s": 60} | kwargs
     return CheckpointEngineConfig(
-        backend=backend, update_weights_bucket_megabytes=1, engine_kwargs={backend: kwargs}, custom_backend_module=MODULE
+        backend=BACKEND, update_weights_bucket_megabytes=1, engine_kwargs={BACKEND: SMALL}, custom_backend_module=MODULE
     )
 
 
@@ -72,12 +66,12 @@ def group_of(places, begin: int, world: int, cls, *args):
 class Cluster:
     """Trainers and rollouts of one configuration, and verl's manager over them."""
 
-    def __init__(self, places, trainers: int = TRAINERS, rollouts: int = ROLLOUTS, **kwargs) -> None:
+    def __init__(self, places) -> None:
         from verl.checkpoint_engine import CheckpointEngineManager
 
-        self.places, self.config = places, config_of(**kwargs)
-        self.trainers = group_of(places, 0, trainers, Trainer, self.config)
-        self.rollouts = [self.rollout(n) for n in range(rollouts)]
+        self.places, self.config = places, config()
+        self.trainers = group_of(places, 0, TRAINERS, Trainer, self.config)
+        self.rollouts = [self.rollout(n) for n in range(ROLLOUTS)]
         self.manager = CheckpointEngineManager(self.config, self.trainers, [Replica(r.workers) for r in self.rollouts])
 
     def rollout(self, number: int):
@@ -109,7 +103,7 @@ def cluster(places):
     made = Cluster(places)
     yield made
     made.end()
-    until(lambda: objects() == 0, "what the workers had is gone with them")
+    eventually(lambda: objects() == 0, "what the workers had is gone with them")
 
 
 def objects() -> int:
@@ -125,7 +119,7 @@ def test_every_rollout_gets_what_the_trainers_have(cluster):
         assert 0 < metrics["checkpoint_engine/payload_mbytes"] < sum(t.nbytes for t in model(seed).values()) / (1 << 20)  # a rank's share
         assert cluster.have(seed)
     assert cluster.manager.replicas[0].calls[:4] == ["abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation"]
-    until(lambda: objects() == before, "nothing is left of what was sent")
+    eventually(lambda: objects() == before, "nothing is left of what was sent")
 
 
 @pytest.mark.slow
@@ -134,7 +128,7 @@ def test_a_rollout_that_dies_before_it_has_all_leaves_the_others_as_they_were(cl
     cluster.rollouts[1].die_at_first_fetch()
     with pytest.raises((SyncAbortedError, ray.exceptions.RayActorError)):
         cluster.step(11)
-    until(lambda: not alive(cluster.rollouts[1]))
+    eventually(lambda: not alive(cluster.rollouts[1]))
     assert cluster.have(10, 0, 2)
     cluster.replace(1)
     cluster.step(12)
@@ -154,7 +148,7 @@ def test_a_trainer_that_dies_leaves_every_rollout_as_it_was(places, cluster):
     assert cluster.have(22)
     before = objects()
     cluster.step(23)
-    until(lambda: objects() <= before, "nothing is left of what failed")
+    eventually(lambda: objects() <= before, "nothing is left of what failed")
 
 
 def alive(group) -> bool:

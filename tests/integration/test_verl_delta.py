@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("codetiming", reason="verl's workers need it")
-from test_verl_engine import Group, board, leaks_allowed, same  # noqa: F401 - fixtures
+from verl_group import SMALL, Engine, Group, board, leaks_allowed, loses  # noqa: F401 - fixtures
 
 from mooncake_ray.errors import ConfigError, PlanError, SyncAbortedError
-from mooncake_ray.integrations.verl_checkpoint import MooncakeRayCheckpointEngine as Engine
-from mooncake_ray.integrations.verl_delta import changes_of, patch_flushes
-from mooncake_ray.integrations.verl_stream import Named
+from mooncake_ray.integrations.verl_weights.changes import changes_of
+from mooncake_ray.integrations.verl_weights.flushes import patch_flushes
+from mooncake_ray.integrations.verl_weights.stream import Named
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -47,7 +47,7 @@ class Deltas(Group):
         self.models = [Model() for _ in range(receivers)]
         self.flushes: list[list[dict]] = [[] for _ in range(receivers)]
 
-    async def receive(self, number: int, step) -> None:
+    async def receive(self, number: int, step=None) -> None:
         await asyncio.to_thread(self.load, number, step)
 
     def load(self, number: int, step) -> None:
@@ -63,9 +63,7 @@ class Deltas(Group):
 
     def sends(self, weights: dict[str, torch.Tensor]) -> str:
         """One update; returns how it went: "dense", "indices", or "" if there was nothing to send."""
-        done = self.update(*[weights] * len(self.senders))
-        failed = [each for each in done if isinstance(each, BaseException)]
-        assert not failed, failed
+        self.passes(*[weights] * len(self.senders))
         for model in self.models:
             assert all(torch.equal(bits(model.parameters[name]), bits(tensor)) for name, tensor in weights.items()), "bit for bit"
         ways = {spec["encoding"] for flushes in self.flushes for spec in flushes}
@@ -122,7 +120,7 @@ def test_when_all_is_sent_again(pool):
 def test_a_worker_without_the_version_before(pool):
     group, weights = Deltas(1, 2), weights_of()
     group.sends(weights)
-    group.receivers[1], group.models[1] = Engine(2 << 20, delta=True, chunk_megabytes=1 / 16, timeout_s=60), Model()
+    group.receivers[1], group.models[1] = Engine(2 << 20, delta=True, **SMALL), Model()
     weights = stepped(weights, 1)
     assert group.sends(weights) == "dense"
     weights = stepped(weights, 2)
@@ -132,15 +130,26 @@ def test_a_worker_without_the_version_before(pool):
 def test_an_update_that_failed_between(pool, monkeypatch):
     group, weights = Deltas(2, 2), weights_of()
     group.sends(weights)
-
-    def lost(bucket):
-        raise OSError("no memory")
-
-    monkeypatch.setattr(group.receivers[1]._receiver, "fetch_patch", lost)
+    monkeypatch.setattr(group.receivers[1]._receiver, "fetch_patch", loses)
     done = group.update(*[stepped(weights, 1)] * 2)
     assert isinstance(done[3], OSError) and isinstance(done[2], SyncAbortedError) and not group.flushes[0]
     monkeypatch.undo()
     assert group.sends(stepped(weights, 2)) == "indices", "all have still what they had"
+
+
+def test_a_worker_that_took_a_part(pool, monkeypatch):
+    """It has neither the version before nor the new one."""
+    group, weights = Deltas(1, 2), weights_of()
+    group.sends(weights)
+
+    def half(number: int, step) -> None:
+        next(iter(group.receivers[number].receive_weights(global_steps=step)))
+        raise OSError("the server is gone")
+
+    monkeypatch.setattr(group, "load", half)
+    assert any(isinstance(each, OSError) for each in group.update(stepped(weights, 1)))
+    monkeypatch.undo()
+    assert group.sends(stepped(weights, 2)) == "dense"
 
 
 def test_small_flushes(pool):
@@ -170,7 +179,7 @@ def test_changes_are_found_and_put_back(sizes, seed, share):
     data = np.zeros(changes.nbytes, np.uint8)
     changes.write(data)
     made = old.copy()
-    for named, _ in patch_flushes([(tensors, changes.counts, changes.values_at, data)], 50):
+    for named, _ in patch_flushes([(tensors, changes.counts, data)], 50):
         parts = dict(named)
         for p in json.loads(parts["__delta_spec__"].numpy().tobytes())["params"]:
             into = next(t for t in tensors if t.name == p["name"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 import ray
@@ -10,82 +12,15 @@ import torch
 
 pytest.importorskip("codetiming", reason="verl's workers need it")
 from verl_actors import model, same
+from verl_group import BUCKET, SMALL, Engine, Group, board, errors, leaks_allowed, loses  # noqa: F401 - fixtures
 
-from mooncake_ray.errors import ChecksumError, ConfigError, PlanError, StaleVersionError, SyncAbortedError, SyncTimeoutError
-from mooncake_ray.integrations import verl_calls
-from mooncake_ray.integrations.verl_board import new_board
-from mooncake_ray.integrations.verl_checkpoint import MooncakeRayCheckpointEngine as Engine
+from mooncake_ray.errors import ChecksumError, ConfigError, PlanError, StaleVersionError, StoreFullError, SyncAbortedError, SyncTimeoutError
+from mooncake_ray.integrations.verl_weights import board as boards
+from mooncake_ray.integrations.verl_weights import seat as seats
 from mooncake_ray.objects import blobs
-from mooncake_ray.testing import Allowed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-SMALL = {"chunk_megabytes": 1 / 16, "timeout_s": 60}
-
-
-@pytest.fixture
-def leaks_allowed() -> Allowed:
-    return Allowed(threads=("*",), descriptors=("*",), maps=("r?-s",), processes=("ray::*",))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def board(pool_ray):
-    """One board for all tests, as one job of verl's has: to start one is most of a test's time."""
-    one = new_board()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(verl_calls, "new_board", lambda: one)
-        yield
-
-
-class Group:
-    """Engines as verl's manager drives them."""
-
-    updates = 0  # of all groups
-
-    def __init__(self, senders: int, receivers: int, **kwargs) -> None:
-        kwargs = SMALL | kwargs
-        self.senders = [Engine(2 << 20, is_master=rank == 0, **kwargs) for rank in range(senders)]
-        self.receivers = [Engine(2 << 20, **kwargs) for _ in range(receivers)]
-        self.senders[0]._number = Group.updates
-        self.got: list[dict[str, torch.Tensor]] = [{} for _ in range(receivers)]
-
-    def connect(self) -> None:
-        metadata = [engine.prepare() for engine in (*self.senders, *self.receivers)]
-        for engines, kwargs in zip(
-            (self.senders, self.receivers), Engine.build_topology(len(self.senders), len(self.receivers), metadata), strict=True
-        ):
-            for i, engine in enumerate(engines):
-                engine.init_process_group(**{name: values[i] for name, values in kwargs.items()})
-        Group.updates = self.senders[0]._number
-
-    async def receive(self, number: int, step: int | None) -> None:
-        got: dict[str, torch.Tensor] = {}
-        self.got[number] = got
-        async for name, tensor in self.receivers[number].receive_weights(global_steps=step):
-            got[name] = tensor.clone()
-            tensor.zero_() if tensor.numel() else None  # nobody else sees that
-
-    def update(self, *weights, step: int | None = None, expected: int | None = None):
-        """One update. Returns what each rank returned or raised."""
-        self.connect()
-
-        async def everybody():
-            sends = [
-                e.send_weights(iter(w.items()) if isinstance(w, dict) else w, step) for e, w in zip(self.senders, weights, strict=True)
-            ]
-            gets = [self.receive(n, step if expected is None else expected) for n in range(len(self.receivers))]
-            return await asyncio.gather(*sends, *gets, return_exceptions=True)
-
-        done = asyncio.run(everybody())
-        if not any(isinstance(each, BaseException) for each in done):
-            for engine in (*self.senders, *self.receivers):
-                engine.finalize()
-        return done
-
-    def succeeds(self, seed: int) -> bool:
-        done = self.update(*[model(seed)] * len(self.senders), step=seed)
-        failed = [each for each in done if isinstance(each, BaseException)]
-        assert not failed, failed
-        return all(same(got, model(seed)) for got in self.got)
+NEW_BOARD = boards.new_board  # which the fixture replaces
 
 
 @pytest.mark.parametrize("staging", ["version", "buckets"])
@@ -107,10 +42,10 @@ def test_what_verls_own_engine_gives(pool):
 
 def test_each_byte_is_written_once(pool):
     group = Group(3, 2)
-    done = group.update(*[model(1)] * 3)
+    done = group.passes(*[model(1)] * 3)
     sent = [each["checkpoint_engine/payload_mbytes"] * (1 << 20) for each in done[:3]]
     total = sum(tensor.nbytes for tensor in model(1).values())
-    assert total <= sum(sent) < total + 64 * len(model(1)) and max(sent) - min(sent) <= 2 * (1 << 16)
+    assert total <= sum(sent) < total + 64 * len(model(1)) and max(sent) - min(sent) <= 2 * BUCKET
 
 
 def test_buckets_are_few_at_a_time(pool):
@@ -124,14 +59,14 @@ def test_buckets_are_few_at_a_time(pool):
             most = max(most, pool.objects)
             yield item
 
-    done = group.update(watched(), big)
-    assert not [each for each in done if isinstance(each, BaseException)] and all(same(got, big) for got in group.got)
+    group.passes(watched(), big)
+    assert all(same(got, big) for got in group.got)
     assert 2 <= most <= 8, most
 
 
 def test_dtype_of_rollouts(pool):
     group = Group(2, 1, rollout_dtype="bfloat16")
-    group.update(model(1), model(1))
+    group.passes(model(1), model(1))
     expected = {n: t.bfloat16() if t.is_floating_point() else t for n, t in model(1).items()}
     assert same(group.got[0], expected)
 
@@ -144,17 +79,17 @@ def test_trainers_that_disagree(pool):
     assert group.succeeds(2)
 
 
+def failing(seed: int, after: int):
+    for number, item in enumerate(model(seed).items()):
+        if number == after:
+            raise RuntimeError("out of memory")
+        yield item
+
+
 @pytest.mark.parametrize("staging", ["version", "buckets"])
 def test_a_trainer_that_fails(pool, staging):
     group = Group(2, 2, staging=staging)
-
-    def failing():
-        for number, item in enumerate(model(1).items()):
-            if number == 7:
-                raise RuntimeError("out of memory")
-            yield item
-
-    done = group.update(model(1), failing())
+    done = group.update(model(1), failing(1, 7))
     assert isinstance(done[1], RuntimeError)
     for each in done[2:]:
         assert isinstance(each, SyncAbortedError) and "trainer rank 1" in str(each) and "out of memory" in str(each)
@@ -163,13 +98,70 @@ def test_a_trainer_that_fails(pool, staging):
     assert group.succeeds(2)
 
 
+def test_a_trainer_without_room_goes_through_its_weights(pool, monkeypatch):
+    """To make tensors whole takes all ranks: those that can write would wait for it otherwise."""
+    group, given = Group(1, 1), []
+
+    def watched():
+        for name, tensor in model(1).items():
+            given.append(name)
+            yield name, tensor
+
+    def full(*_, **__):
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(blobs, "write", full)
+    done = group.update(watched())
+    assert isinstance(done[0], StoreFullError) and isinstance(done[1], SyncAbortedError) and "no room" in str(done[1])
+    assert given == list(model(1))
+    monkeypatch.undo()
+    assert group.succeeds(2)
+
+
+def test_a_trainer_that_is_too_late(pool):
+    def slow():
+        yield "a", torch.zeros(BUCKET)
+        time.sleep(0.6)
+        yield "b", torch.zeros(BUCKET)
+
+    done = Group(1, 1, timeout_s=0.5).update(slow())
+    assert all(isinstance(each, SyncTimeoutError | SyncAbortedError) for each in done) and isinstance(done[0], SyncTimeoutError), done
+
+
+def test_bytes_that_do_not_come(pool, monkeypatch):
+    """A worker that waits for them gives up in time."""
+    group, go, came = Group(1, 1, timeout_s=1.0), threading.Event(), []
+
+    def waits(bucket):
+        came.append(go.wait(20))
+        return fetch(bucket)
+
+    fetch = group.receivers[0]._receiver.fetch
+    monkeypatch.setattr(group.receivers[0]._receiver, "fetch", waits)
+    group.connect()
+
+    async def until_one_gives_up():
+        done = await group.everybody(model(1))
+        assert not came, "it waited for the bytes"
+        go.set()
+        return done
+
+    done = asyncio.run(until_one_gives_up())
+    assert isinstance(done[1], SyncTimeoutError) and "1 s" in str(done[1]) and group.got == [{}]
+
+
+def test_a_board_that_does_not_answer(pool, monkeypatch):
+    """It says how long that was, which is not the time that the update has."""
+    monkeypatch.setattr(seats, "_CALL_S", 0.25)
+    group = Group(1, 1)
+    group.connect()
+    with pytest.raises(SyncTimeoutError, match=r"rollout rank 0 has not got on within 0\.25 s"):
+        asyncio.run(group.receive(0))
+
+
 def test_a_rollout_that_fails_before_it_has_all(pool, monkeypatch):
     group = Group(2, 3)
-
-    def lost(bucket):
-        raise OSError("no memory")
-
-    monkeypatch.setattr(group.receivers[1]._receiver, "fetch", lost)
+    monkeypatch.setattr(group.receivers[1]._receiver, "fetch", loses)
     done = group.update(model(1), model(1))
     assert isinstance(done[3], OSError)
     for each in (done[2], done[4]):
@@ -179,10 +171,19 @@ def test_a_rollout_that_fails_before_it_has_all(pool, monkeypatch):
     assert group.succeeds(2)
 
 
+def test_what_was_there_of_an_update_that_failed_is_given_back(pool, monkeypatch):
+    """Though errors keep the frames that had it."""
+    group, before = Group(1, 2), pool.pins
+    monkeypatch.setattr(group.receivers[1]._receiver, "fetch", loses)
+    done = group.update(model(1))
+    assert isinstance(done[1], SyncAbortedError) and isinstance(done[2], OSError)
+    assert pool.pins == before
+
+
 def test_nothing_is_handed_on_before_all_have_it(pool, monkeypatch):
     group = Group(1, 2)
 
-    async def never(deadline):
+    async def never(seat):
         raise SyncAbortedError("not all have it")
 
     for receiver in group.receivers:
@@ -217,7 +218,7 @@ def test_trainers_that_do_not_come(pool):
     group = Group(1, 1, timeout_s=0.5)
     group.connect()
     with pytest.raises(SyncTimeoutError, match=r"0\.5 s"):
-        asyncio.run(group.receive(0, None))
+        asyncio.run(group.receive(0))
     assert group.got == [{}]
 
 
@@ -227,28 +228,35 @@ def test_an_update_that_a_newer_one_ends(pool):
     group.connect()
     left_behind = group.receivers[0]
 
+    async def has_begun() -> bool:
+        try:
+            await group.topology.board.check.remote(group.topology.update.number)
+        except StaleVersionError:
+            return False
+        return True
+
     async def both():
         waiting = asyncio.ensure_future(anext(left_behind.receive_weights()))
-        while not await left_behind._topology.board.is_open.remote(left_behind._number):
+        while not await has_begun():
             pass
         group.receivers[0] = Engine(2 << 20, **SMALL)
         group.connect()
-        await asyncio.gather(group.senders[0].send_weights(iter(model(3).items())), group.receive(0, None))
+        assert not errors(await group.everybody(model(3)))
         return (await asyncio.gather(waiting, return_exceptions=True))[0]
 
     assert isinstance(asyncio.run(both()), StaleVersionError) and same(group.got[0], model(3))
 
 
 def test_a_board_that_died(pool, monkeypatch):
-    monkeypatch.setattr(verl_calls, "new_board", new_board)
+    monkeypatch.setattr(boards, "new_board", NEW_BOARD)
     group = Group(1, 1)
     assert group.succeeds(1)
-    ray.kill(group.senders[0]._topology.board)
+    ray.kill(group.topology.board)
     assert group.succeeds(2)
     group.connect()
-    ray.kill(group.senders[0]._topology.board)
+    ray.kill(group.topology.board)
     with pytest.raises(SyncAbortedError, match="gone"):
-        asyncio.run(group.receive(0, None))
+        asyncio.run(group.receive(0))
 
 
 def test_the_last_version_again(pool):
@@ -262,11 +270,21 @@ def test_the_last_version_again(pool):
     for seed in (1, 2):
         assert group.succeeds(seed)
         assert same(asyncio.run(again()), model(seed)) and same(asyncio.run(again()), model(seed))
+    assert isinstance(group.update(model(3), failing(3, 0))[2], SyncAbortedError)
+    assert same(asyncio.run(again()), model(2)), "what an update that failed has left as it was"
     assert pool.objects > 0
 
 
 def test_settings():
-    for wrong in ({"staging": "later"}, {"timeout_s": 0}, {"window": 0}, {"keep": True, "staging": "buckets"}, {"chunk_megabytes": 0}):
+    for wrong in (
+        {"staging": "later"},
+        {"timeout_s": 0},
+        {"window": 0},
+        {"keep": True, "staging": "buckets"},
+        {"chunk_megabytes": 0},
+        {"rollout_dtype": "bf16"},
+        {"rollout_dtype": "nn"},
+    ):
         with pytest.raises(ConfigError):
             Engine(1 << 20, **wrong)
     with pytest.raises(ConfigError, match="init_process_group"):

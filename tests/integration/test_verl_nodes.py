@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(unavailable()), reason=f
 
 PROGRAM = """
 import ray, mooncake_ray
+from ray._private import state
 mooncake_ray.install(capacity_bytes=128 << 20, prefault_bytes=16 << 20, linger_s=5.0, spill_dir="off")
 ray.init(log_to_driver=False)
 
@@ -45,6 +46,9 @@ for staging in ("version", "buckets"):
     for seed in (1, 2):
         metadata = ray.get([a.call.remote("prepare") for a in everybody], timeout=150)
         kwargs = [{k: v[i] for k, v in of.items()} for of, n in zip(topology(metadata), (2, 3)) for i in range(n)]
+        board = kwargs[0]["topology"].board  # on the driver's node, with which it would end
+        assert ray.get(board.is_there.remote(), timeout=150)
+        assert state.actors(board._actor_id.hex())["Address"]["NodeID"] == ray.get_runtime_context().get_node_id()
         ray.get([a.call.remote("init_process_group", **k) for a, k in zip(everybody, kwargs)])
         before = ray.get(receivers[0].put_here.remote())
         done = ray.get([a.send.remote(seed) for a in senders] + [a.receive.remote(seed) for a in receivers], timeout=150)

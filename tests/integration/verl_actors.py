@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import torch
@@ -35,17 +34,17 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 class Trainer(Worker):
     """What verl's actor worker does about a checkpoint engine, with a state dict in place of a training engine."""
 
-    def __init__(self, config, model_of=model) -> None:
+    def __init__(self, config) -> None:
         super().__init__()
         import_external_libs(config.custom_backend_module or None)
         kwargs = config.engine_kwargs.get(config.backend, {})
         bucket_size = config.update_weights_bucket_megabytes << 20
         self.checkpoint_engine = CheckpointEngineRegistry.new(config.backend, is_master=self.rank == 0, bucket_size=bucket_size, **kwargs)
-        self.weights, self.trap, self.model_of = {}, None, model_of
+        self.weights, self.trap = {}, None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, seed: int) -> int:
-        self.weights = self.model_of(seed)
+        self.weights = model(seed)
         return seed
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
@@ -67,12 +66,6 @@ class Trainer(Worker):
     def execute_checkpoint_engine(self, method: str, *args, **kwargs):
         return getattr(self.checkpoint_engine, method)(*args, **kwargs)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def stats(self) -> dict:
-        import mooncake_ray
-
-        return mooncake_ray.stats()
-
 
 class Server:
     """In place of a rollout's server adapter: it keeps the tensors."""
@@ -80,8 +73,6 @@ class Server:
     def __init__(self) -> None:
         self.has: dict[str, torch.Tensor] = {}
         self.version: int | None = None
-        self.trap = ""
-        self.slow: asyncio.Event | None = None
         self.replica_rank, self.is_leader_rank = 0, True
 
     async def update_weights(self, weights, global_steps: int | None = None, wire_format: str = "named_tensors", **_) -> None:
@@ -89,8 +80,6 @@ class Server:
 
         assert wire_format == "named_tensors"
         async for name, tensor in ensure_async_iterator(weights):
-            if name == self.trap:
-                os._exit(1)
             self.has[name] = tensor.clone()
             tensor.zero_() if tensor.numel() else None  # what it is given is its own
         self.version = global_steps
@@ -103,10 +92,6 @@ class Rollout(CheckpointEngineWorker):
         super().__init__(rollout_config, model_config, Server(), *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def die_at(self, name: str) -> None:
-        self.server_adapter.trap = name
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def die_at_first_fetch(self) -> None:
         """Has the process end when its first bucket comes, before it has anything of the new version."""
         self.checkpoint_engine._receiver.fetch = lambda bucket: os._exit(1)
@@ -114,7 +99,3 @@ class Rollout(CheckpointEngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def held(self) -> tuple[int | None, dict[str, torch.Tensor]]:
         return self.server_adapter.version, self.server_adapter.has
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def cached(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() async for name, tensor in self.checkpoint_engine.get_weights()}

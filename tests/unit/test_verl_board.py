@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from mooncake_ray.errors import PlanError, StaleVersionError, SyncAbortedError
-from mooncake_ray.integrations import verl_board
-from mooncake_ray.integrations.verl_board import Board, Bucket, End, Update
+from mooncake_ray.integrations.verl_weights import board as boards
+from mooncake_ray.integrations.verl_weights.board import Board
+from mooncake_ray.integrations.verl_weights.messages import Bucket, End, Update
 from mooncake_ray.objects.blobs import Blob
 
 TWO = ("", "")
@@ -18,8 +19,8 @@ TWO = ("", "")
 def watched(monkeypatch):
     """Which actors are dead, as the board sees it; it looks all the time."""
     dead: set[str] = set()
-    monkeypatch.setattr(verl_board, "_WATCH_S", 0)
-    monkeypatch.setattr(verl_board, "_dead", lambda actors: [actor in dead for actor in actors])
+    monkeypatch.setattr(boards, "_WATCH_S", 0)
+    monkeypatch.setattr(boards, "_dead", dead.intersection)
     return dead
 
 
@@ -27,10 +28,12 @@ def bucket(number: int) -> Bucket:
     return Bucket(number, Blob(b"p", b"%d" % number, 64), 0, ())
 
 
-def run(what) -> None:
+def run(what, senders=TWO, receivers=TWO) -> None:
+    """On a board at whose update 1 these take part."""
+
     async def opened():
         board = Board()
-        await board.open(Update(1, TWO, TWO))
+        await board.open(Update(1, senders, receivers))
         await what(board)
         board._watcher.cancel()
 
@@ -85,31 +88,62 @@ def test_senders_that_differ(watched):
 
 @pytest.mark.parametrize(("who", "says"), [("r1", "rollout rank 1"), ("s0", "trainer rank 0")])
 def test_who_dies_before_all_have_it(watched, who, says):
-    async def what():
-        board = Board()
-        await board.open(Update(1, ("s0", "s1"), ("r0", "r1")))
+    async def what(board):
         waiting = asyncio.ensure_future(board.all_staged(1, 0))
         assert not await settled(waiting)
         watched.add(who)
         with pytest.raises(SyncAbortedError, match=says):
             await asyncio.wait_for(waiting, 30)
-        board._watcher.cancel()
 
-    asyncio.run(what())
+    run(what, ("s0", "s1"), ("r0", "r1"))
 
 
-def test_trainers_wait_for_readers_that_live(watched):
-    async def what():
-        board = Board()
-        await board.open(Update(1, ("s0",), ("r0", "r1")))
-        waiting = asyncio.ensure_future(board.taken(1, 0))
+def test_trainers_wait_for_readers(watched):
+    async def what(board):
+        waiting = asyncio.ensure_future(board.taken(1, 1))
         await board.take(1, 0, 2)
         assert not await settled(waiting)
         await board.take(1, 1, 1)
         assert await waiting == 1
-        board._watcher.cancel()
 
-    asyncio.run(what())
+    run(what, ("s0",), ("r0", "r1"))
+
+
+def test_who_reads_and_dies_is_not_waited_for(watched):
+    async def what(board):
+        await board.take(1, 0, 1)
+        waiting = asyncio.ensure_future(board.taken(1, 1))
+        assert not await settled(waiting)
+        watched.add("r1")
+        with pytest.raises(SyncAbortedError, match="rollout rank 1"):
+            await asyncio.wait_for(waiting, 30)
+
+    run(what, ("s0",), ("r0", "r1"))
+
+
+def test_no_news_for_a_while(watched, monkeypatch):
+    async def what(board):
+        monkeypatch.setattr(boards, "_POLL_S", 0.01)
+        assert await board.buckets(1, 0) == ([], None)
+        assert not await board.all_staged(1, 0) and await board.taken(1, 1) == 0
+
+    run(what)
+
+
+def test_two_that_begin_an_update_at_once(watched):
+    """What is told after the one has begun it is not lost when the other does, however long that waits."""
+
+    async def what(board):
+        async with board._changed:  # as anybody may have it for a moment
+            both = [asyncio.ensure_future(board.open(Update(2, TWO, TWO))) for _ in range(2)]
+            await settled(both[1])
+            posted = asyncio.ensure_future(board.post(2, bucket(0)))
+            await settled(posted)
+        await asyncio.gather(*both, posted)
+        found, _ = await board.buckets(2, 0)
+        assert [b.number for b in found] == [0]
+
+    run(what)
 
 
 def test_a_newer_update_ends_an_older(watched):
@@ -123,6 +157,6 @@ def test_a_newer_update_ends_an_older(watched):
             with pytest.raises(StaleVersionError):
                 await call
         await board.fail(1, "of no interest any more")
-        assert await board.is_open(2) and not await board.is_open(1)
+        await board.check(2)
 
     run(what)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_ray.errors import PlanError
-from mooncake_ray.integrations.verl_stream import Cutter, Joiner
+from mooncake_ray.integrations.verl_weights.stream import Cutter, Joiner
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float64]
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from mooncake_ray.data.bits import dtype_name, flat_bytes, from_bytes, is_plain
 from mooncake_ray.errors import PlanError
 
-__all__ = ["ALIGNMENT", "Cut", "Cutter", "Joiner", "Named", "as_bytes", "dtype_of"]
+__all__ = ["ALIGNMENT", "Cut", "Cutter", "Joiner", "Named"]
 
 ALIGNMENT = 64
 
@@ -31,13 +32,18 @@ class Named:
     at: int  # where it begins, in bytes
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+    def kind(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
-    def part(self, begin: int, end: int) -> tuple[int, int]:
-        """From where to where, in its own bytes, it lies between two places of the stream."""
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.kind.itemsize
+
+    def part(self, begin: int, end: int) -> tuple[int, int, slice]:
+        """What of it lies between two places of the stream: from where to where in its own bytes, and where that is from `begin` on."""
         nbytes = self.nbytes
-        return min(max(begin - self.at, 0), nbytes), max(min(end - self.at, nbytes), 0)
+        lo, hi = min(max(begin - self.at, 0), nbytes), max(min(end - self.at, nbytes), 0)
+        return lo, hi, slice(self.at + lo - begin, self.at + hi - begin)
 
 
 @dataclass(slots=True)
@@ -47,17 +53,16 @@ class Cut:
     number: int
     nbytes: int = 0
     tensors: list[Named] = field(default_factory=list)
-    pieces: list[tuple[int, torch.Tensor]] = field(
-        default_factory=list
-    )  # offset in the bucket; uint8, 1-D. None where it is another rank's
+    pieces: list[tuple[slice, torch.Tensor]] = field(default_factory=list)
+    """In their order; uint8, 1-D. None where it is another rank's."""
 
     def write(self, out: np.ndarray) -> None:
         """Copies the pieces to their places, from whatever device, and zeros between them."""
         to, at = torch.from_numpy(out), 0
-        for offset, piece in self.pieces:
-            to[at:offset] = 0
-            at = offset + piece.numel()
-            to[offset:at].copy_(piece)
+        for where, piece in self.pieces:
+            to[at : where.start] = 0
+            to[where].copy_(piece)
+            at = where.stop
         to[at:] = 0
 
 
@@ -89,32 +94,29 @@ class Cutter:
         """
         if name in self._names:
             raise PlanError(f"there are two tensors of the name {name!r}")
-        if tensor.layout is not torch.strided:
-            raise PlanError(f"tensor {name!r} has the layout {tensor.layout}, expected a dense one")
+        if not is_plain(tensor):
+            raise PlanError(f"tensor {name!r} ({tensor.layout}) is not a dense one")
         self._names.add(name)
-        named = Named(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), self._at)
+        named = Named(name, tuple(tensor.shape), dtype_name(tensor.dtype), self._at)
         self._digest.update(repr((name, named.shape, named.dtype)).encode())
         end, data = self._at + named.nbytes, None
         for number in range(named.at // self._size, max(end - 1, named.at) // self._size + 1):
             if self._open is not None and number > self._open.number:
-                yield from self._done()
+                yield from self.finish()
             if self._open is None:
                 self._open, self.buckets = Cut(number), number + 1
             begin = number * self._size
-            lo, hi = named.part(begin, begin + self._size)
+            lo, hi, where = named.part(begin, begin + self._size)
             self._open.tensors.append(named)
-            self._open.nbytes = named.at + hi - begin
+            self._open.nbytes = where.stop
             if number % self._world == self._rank and hi > lo:
-                data = as_bytes(tensor) if data is None else data
-                self._open.pieces.append((named.at + lo - begin, data[lo:hi]))
+                data = flat_bytes(tensor) if data is None else data
+                self._open.pieces.append((where, data[lo:hi]))
         self.nbytes += named.nbytes
         self._at = -(-end // ALIGNMENT) * ALIGNMENT
 
     def finish(self) -> Iterator[Cut]:
-        """There is no more. Yields the last bucket, if it is this rank's."""
-        yield from self._done()
-
-    def _done(self) -> Iterator[Cut]:
+        """Ends the bucket that is open, and yields it if it is this rank's. Called when there is no more."""
         cut, self._open = self._open, None
         if cut is not None and cut.number % self._world == self._rank:
             yield cut
@@ -125,38 +127,23 @@ class Joiner:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._partial: tuple[Named, torch.Tensor, int] | None = None  # and how much of it there is
+        self._partial: tuple[Named, np.ndarray, int] | None = None  # and how much of it there is
 
     def add(self, number: int, tensors: Sequence[Named], data: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors that are complete with this bucket: views of `data`, but for those that lie in several, which are copies."""
-        begin, of = number * self._size, torch.from_numpy(data)
+        begin = number * self._size
         for named in tensors:
-            lo, hi = named.part(begin, begin + self._size)
-            piece = of[named.at + lo - begin : named.at + hi - begin]
+            lo, hi, where = named.part(begin, begin + self._size)
             if hi - lo == named.nbytes:
-                yield named.name, _typed(piece, named)
+                yield named.name, from_bytes(data[where], named.kind, named.shape)
                 continue
             if lo == 0:
-                self._partial = named, torch.empty(named.nbytes, dtype=torch.uint8), 0
+                self._partial = named, np.empty(named.nbytes, np.uint8), 0
             if self._partial is None or (self._partial[0], self._partial[2]) != (named, lo):
                 raise PlanError(f"bucket {number} has tensor {named.name!r} from byte {lo} on, and what is before is missing")
             whole = self._partial[1]
-            whole[lo:hi] = piece
+            whole[lo:hi] = data[where]
             self._partial = named, whole, hi
             if hi == named.nbytes:
                 self._partial = None
-                yield named.name, _typed(whole, named)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8, 1-D; a view, where the tensor is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _typed(data: torch.Tensor, named: Named) -> torch.Tensor:
-    dtype = dtype_of(named.dtype)
-    return data.view(dtype).view(named.shape) if data.numel() else torch.empty(named.shape, dtype=dtype)
+                yield named.name, from_bytes(whole, named.kind, named.shape)

@@ -1,4 +1,4 @@
-"""Where the ranks of one update of verl's find each other: who has written which bucket, who has got it, and who is no more.
+"""`Board`: where the ranks of one update find each other: who has written which bucket, who has got it, and who is no more.
 
 No weights come here. An actor of the driver's, that lives as long as somebody has a handle of it.
 """
@@ -6,66 +6,26 @@ No weights come here. An actor of the driver's, that lives as long as somebody h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake_ray.errors import PlanError, StaleVersionError, SyncAbortedError
-from mooncake_ray.integrations.verl_stream import Named
-from mooncake_ray.objects.blobs import Blob
+from mooncake_ray.integrations.verl_weights.messages import Bucket, End, Update
 from mooncake_ray.sync import lives
 
-__all__ = ["Board", "Bucket", "End", "Patch", "Update", "new_board"]
+__all__ = ["Board", "live_board", "new_board"]
 
 logger = logging.getLogger("mooncake_ray")
 
 _WATCH_S = 1.0
 _POLL_S = 10.0  # a call that waits comes back so often, to be made again
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One update, as everybody who takes part is told."""
-
-    number: int
-    senders: tuple[str, ...]  # IDs of their actors, by rank; "": not an actor
-    receivers: tuple[str, ...]
-    base: int = -1  # the update whose weights all of them have; -1: there is none
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """What changed in a bucket: for each of its tensors how many elements. The blob has their places, int32, one tensor after the other, and
-    from `values_at` on their values."""
-
-    blob: Blob
-    checksum: int
-    counts: tuple[int, ...]
-    values_at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A bucket of the stream, and where it is."""
-
-    number: int
-    blob: Blob
-    checksum: int
-    tensors: tuple[Named, ...]
-    patch: Patch | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """What a sender has seen of the stream when it was over: the same as the others, or something is wrong."""
-
-    version: int | None
-    digest: str
-    buckets: int
-    nbytes: int
+_ANSWER_S = 30.0
 
 
 @dataclass
@@ -104,25 +64,22 @@ class Board:
     async def is_there(self) -> bool:
         return True
 
-    async def is_open(self, number: int) -> bool:
-        """Whether that update has begun, and goes on."""
-        return self._state is not None and self._state.update.number == number and not self._state.over
-
     async def open(self, update: Update) -> None:
         """Takes part in an update. The first one ends what was before.
 
         Raises:
             StaleVersionError: there is a newer one.
         """
-        if self._state is not None and update.number < self._state.update.number:
-            raise StaleVersionError(f"update {update.number} is over: {self._state.update.number} has begun")
-        if self._state is not None and update.number == self._state.update.number:
+        newest = -1 if self._state is None else self._state.update.number
+        if update.number < newest:
+            raise StaleVersionError(f"update {update.number} is over: {newest} has begun")
+        if update.number == newest:
             return
-        await self._fail(StaleVersionError(f"update {update.number} has begun"))
-        self._state = _State(update)
         if self._watcher is not None:
             self._watcher.cancel()
+        self._state = _State(update)
         self._watcher = asyncio.get_running_loop().create_task(self._watch(self._state))
+        await self._tell()
 
     async def post(self, number: int, bucket: Bucket) -> None:
         """A sender has written it."""
@@ -140,14 +97,14 @@ class Board:
         for other, its in state.ends.items():
             if its != end:
                 e = PlanError(f"trainers {other} and {rank} do not send the same: {_differences(its, end)}")
-                await self._fail(e)
+                await self._fail(state, e)
                 raise e
         await self._tell()
 
     async def fail(self, number: int, why: str) -> None:
         """Ends the update for everybody who has not got all of it."""
         if self._state is not None and self._state.update.number == number and not self._state.everywhere:
-            await self._fail(SyncAbortedError(why))
+            await self._fail(self._state, SyncAbortedError(why))
 
     async def check(self, number: int) -> None:
         """Raises why an update has ended, if it has."""
@@ -177,15 +134,13 @@ class Board:
         await self._tell()
 
     async def taken(self, number: int, buckets: int) -> int:
-        """Waits until every receiver that lives has taken more than so many buckets. Returns how many all have; -1: ask again."""
+        """Waits until every receiver has taken so many buckets. Returns how many all have; 0: ask again."""
 
         def least(state: _State) -> int | None:
-            live = [state.taken.get(r, 0) for r in range(len(state.update.receivers)) if r not in state.gone]
-            now = min(live, default=len(state.buckets))
-            return now if now > buckets or not live else None
+            now = min(state.taken.get(rank, 0) for rank in range(len(state.update.receivers)))
+            return now if now >= buckets else None
 
-        found = await self._when(number, least)
-        return -1 if found is None else found
+        return await self._when(number, least) or 0
 
     async def applied(self, number: int, rank: int) -> None:
         """A receiver has handed on all of it."""
@@ -204,25 +159,20 @@ class Board:
 
     async def _when(self, number: int, look: Callable[[_State], Any]) -> Any:
         """What `look` finds, once that is something; None, if it is not within some seconds."""
-        async with self._changed:
-            found = look(self._of(number))
-            if found is not None:
-                return found
-
-            async def until() -> Any:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_S), self._changed:
                 while (found := look(self._of(number))) is None:
                     await self._changed.wait()
                 return found
-
-            return await _within(until(), _POLL_S)
+        return None
 
     async def _tell(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _fail(self, e: Exception) -> None:
-        if self._state is not None and self._state.error is None:
-            self._state.error = e
+    async def _fail(self, state: _State, e: Exception) -> None:
+        if state.error is None:
+            state.error = e
             await self._tell()
 
     async def _watch(self, state: _State) -> None:
@@ -236,35 +186,38 @@ class Board:
 
     async def _bury(self, state: _State) -> None:
         update = state.update
-        dead = await asyncio.to_thread(_dead, (*update.senders, *update.receivers))
-        for rank, is_dead in enumerate(dead[len(update.senders) :]):
-            if is_dead and rank not in state.gone | state.finished:
+        dead = await asyncio.to_thread(_dead, {*update.senders, *update.receivers})
+        for rank, actor in enumerate(update.receivers):
+            if actor in dead and rank not in state.gone | state.finished:
                 state.gone.add(rank)
-                await self.fail(update.number, f"rollout rank {rank} died before every one had the new weights; none has changed")
-                await self._tell()
-        for rank, is_dead in enumerate(dead[: len(update.senders)]):
-            if is_dead:
+                await self.fail(update.number, f"rollout rank {rank} died before every one had the new weights")
+        for rank, actor in enumerate(update.senders):
+            if actor in dead:
                 await self.fail(update.number, f"trainer rank {rank} died before its weights were everywhere")
 
 
-async def _within(what: Awaitable[Any], seconds: float) -> Any:
-    try:
-        return await asyncio.wait_for(what, seconds)
-    except TimeoutError:
-        return None
+def new_board() -> Any:
+    """A board of this process's, on its node: soft, Ray would start what needs no resources on any."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Board).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=here).remote()
 
 
-def _dead(actors: tuple[str, ...]) -> list[bool]:
+def live_board(known: Iterable[Any]) -> Any:
+    """One of these that lives, or a new one."""
+    for board in {b._actor_id.hex(): b for b in known if b is not None}.values():
+        try:
+            if ray.get(board.is_there.remote(), timeout=_ANSWER_S):
+                return board
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            continue
+    return new_board()
+
+
+def _dead(actors: Collection[str]) -> set[str]:
     known = [actor for actor in actors if actor]
-    found = dict(zip(known, lives.dead(known), strict=True))
-    return [found.get(actor, False) for actor in actors]
+    return {actor for actor, is_dead in zip(known, lives.dead(known), strict=True) if is_dead}
 
 
 def _differences(a: End, b: End) -> str:
     said = [(name, getattr(a, name), getattr(b, name)) for name in ("version", "buckets", "nbytes", "digest")]
     return "; ".join(f"{name} {x} and {y}" for name, x, y in said if x != y)
-
-
-def new_board() -> Any:
-    """A board of this process's, on its node."""
-    return ray.remote(Board).options(num_cpus=0, max_concurrency=10_000).remote()
