@@ -79,7 +79,7 @@ class Catalog:
             ValueError: a limit is not positive, or a group is there twice.
         """
         Ledger(groups, capacity_rows, capacity_bytes, lease_s)  # says here what is wrong with these
-        node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         made = _ACTOR.options(
             name=name,
             namespace=namespace,
