@@ -22,6 +22,7 @@ from mooncake_ray.engines.sglang import SGLangEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, PlanError, SyncAbortedError, SyncTimeoutError, WeightSyncError
 
 TOKENS, MARGIN = 6, 0.12  # SGLang computes in bfloat16 by torch's own operations, in another order than transformers
+ONCE = pytest.mark.parametrize("live", ["dense"], indirect=True)  # what is the same for all models
 
 
 @dataclass
@@ -99,6 +100,7 @@ def test_modes(live, mode, tmp_path):
     assert len(sums) == live.tp and sums == live.sums(tmp_path)
 
 
+@ONCE
 @pytest.mark.parametrize(("keep", "flush"), [("retract", True), ("in_place", False)])
 def test_requests_that_run_go_on_and_say_which_version_made_which_token(live, keep, flush):
     live.attach(keep=keep, flush=flush)
@@ -117,6 +119,7 @@ def test_requests_that_run_go_on_and_say_which_version_made_which_token(live, ke
     live.attach()
 
 
+@ONCE
 def test_what_older_weights_have_cached_is_not_used(live):
     live.group.sync()
     prompt = list(range(1, 101))
@@ -127,6 +130,7 @@ def test_what_older_weights_have_cached_is_not_used(live):
     assert live.server.complete(prompt, 4)["meta_info"]["cached_tokens"] == 0
 
 
+@ONCE
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause_modes(live, mode):
     """For an update by the group, and by hand."""
@@ -153,6 +157,7 @@ def test_pause_modes(live, mode):
     live.attach()
 
 
+@ONCE
 def test_an_update_that_somebody_left_open_is_no_obstacle(live):
     live.engine.server.begin(timeout_s=30)
     ray.get(live.training.step.remote(0.2))
@@ -181,6 +186,7 @@ def test_errors_say_what_is_wrong(live):
     live.agrees(live.group.sync().version)
 
 
+@ONCE
 def test_a_group_with_another_model_is_refused(live):
     other = mooncake_ray.WeightSyncGroup(f"other-{live.kind}")
     stranger = Training.remote("moe" if live.kind == "dense" else "dense")
@@ -254,6 +260,7 @@ def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_pa
     assert live.engine.checksums() == sums  # nothing was trained since
 
 
+@ONCE
 def test_it_outlives_its_group(live):
     live.engine.detach()
     eventually(lambda: not live.group.versions())

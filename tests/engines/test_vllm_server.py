@@ -23,6 +23,7 @@ from mooncake_ray.engines.vllm import VLLMEngine
 from mooncake_ray.errors import ConfigError, MooncakeRayError, SyncAbortedError, WeightSyncError
 
 TOKENS = 4
+ONCE = pytest.mark.parametrize("live", ["dense"], indirect=True)  # what is the same for all models
 
 
 @dataclass
@@ -89,6 +90,7 @@ def test_modes(live, mode):
     live.agrees(report.version)
 
 
+@ONCE
 def test_requests_that_run_go_on_and_nothing_old_is_used_for_new_ones(live):
     before = live.group.sync().version
     ray.get(live.training.step.remote(0.2))
@@ -108,6 +110,7 @@ def test_requests_that_run_go_on_and_nothing_old_is_used_for_new_ones(live):
     live.agrees(version)
 
 
+@ONCE
 def test_the_example(live):
     """Also: a server goes from one cluster to another."""
     command = [sys.executable, str(ROOT / "examples" / "vllm_live_update.py"), str(live.folder), live.server.url]
@@ -118,6 +121,7 @@ def test_the_example(live):
     live.agrees(live.group.sync().version)
 
 
+@ONCE
 def test_pause_and_resume(live):
     live.engine.pause("keep")
     ended = []
