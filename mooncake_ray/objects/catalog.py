@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake_ray.data.catalog import Ledger, Listed, NoRoom, Published, Where
-from mooncake_ray.errors import ConfigError, GetTimeoutError, SchemaError, StoreError, StoreFullError
+from mooncake_ray.errors import ConfigError, GetTimeoutError, SchemaError, StoreFullError
+from mooncake_ray.objects.answers import answer
 from mooncake_ray.objects.batch_ref import BatchRef
 from mooncake_ray.objects.batches import put_batch
 from mooncake_ray.objects.catalog_actor import LONGEST_WAIT_S, PUBLISHERS, TAKERS, CatalogActor, Offer
@@ -31,7 +32,6 @@ from mooncake_ray.objects.renewals import keep
 __all__ = ["Catalog", "Taken"]
 
 _ANSWER_S = 60.0  # what waits in the actor waits for about a second, and asks again
-_AGAIN_S = 0.05
 _ACTOR = ray.remote(num_cpus=0, max_concurrency=8, concurrency_groups={"publish": PUBLISHERS, "take": TAKERS})(CatalogActor)
 
 
@@ -107,7 +107,7 @@ class Catalog:
 
     @classmethod
     def _of(cls, actor: ray.actor.ActorHandle, name: str) -> Catalog:
-        settings = _answer(name, lambda: actor.settings.remote())
+        settings = answer(f"catalog {name!r}", lambda: actor.settings.remote(), _ANSWER_S)
         return cls(actor, name, *settings)
 
     def __reduce__(self) -> Any:
@@ -277,7 +277,7 @@ class Catalog:
         ray.kill(self._actor)
 
     def _call(self, method: str, *args: Any) -> Any:
-        return _answer(self.name, lambda: getattr(self._actor, method).remote(*args))
+        return answer(f"catalog {self.name!r}", lambda: getattr(self._actor, method).remote(*args), _ANSWER_S)
 
 
 def _deadline(timeout_s: float | None) -> float | None:
@@ -296,21 +296,3 @@ def _over(end: float | None) -> bool:
 
 def _full(name: str, timeout_s: float | None, answer: NoRoom) -> StoreFullError:
     return StoreFullError(f"catalog {name!r} had no room within {timeout_s} s: {answer}")
-
-
-def _answer(name: str, call: Callable[[], ray.ObjectRef]) -> Any:
-    """What the actor answers; its errors as they were raised there. A call that may have been lost is repeated, which does no harm."""
-    end = time.monotonic() + _ANSWER_S
-    while True:
-        try:
-            return ray.get(call(), timeout=max(0.0, end - time.monotonic()))
-        except ray.exceptions.ActorUnavailableError as e:
-            if time.monotonic() >= end:
-                raise GetTimeoutError(f"catalog {name!r} could not be reached for {_ANSWER_S:.0f} s") from e
-            time.sleep(_AGAIN_S)
-        except ray.exceptions.RayActorError as e:
-            raise StoreError(f"catalog {name!r} is gone, and all that it had: {e}") from e
-        except ray.exceptions.GetTimeoutError as e:
-            raise GetTimeoutError(f"catalog {name!r} did not answer within {_ANSWER_S:.0f} s") from e
-        except ray.exceptions.RayTaskError as e:
-            raise e.cause from None

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, Protocol
 
 import ray
 
@@ -31,12 +32,12 @@ class Lender(Protocol):
         """Of several handles of one, the same."""
         ...
 
-    def renew(self, leases: Sequence[int]) -> Collection[int]:
+    def renew(self, leases: Sequence[Any]) -> Collection[Any]:
         """Returns those that have ended."""
         ...
 
 
-class Kept:
+class Kept(ABC):
     """What is lent is renewed while this process refers to it, once it was given to `keep`."""
 
     def __init__(self, lender: Lender, *, over: bool = False) -> None:
@@ -48,8 +49,9 @@ class Kept:
         self.renew_at = time.monotonic() + lender.lease_s / _RENEWALS
 
     @property
-    def lease(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def lease(self) -> Hashable:
+        """By which its lender knows it."""
 
 
 _changed = threading.Condition()

@@ -23,7 +23,8 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mooncake_ray.errors import ConfigError, GetTimeoutError, SchemaError, StoreError, StoreFullError
+from mooncake_ray.errors import ConfigError, GetTimeoutError, SchemaError, StoreFullError
+from mooncake_ray.objects.answers import answer
 from mooncake_ray.objects.batch_ref import BatchRef
 from mooncake_ray.objects.batches import put_batch
 from mooncake_ray.objects.processes import this_process
@@ -42,7 +43,6 @@ __all__ = ["RolloutBuffer"]
 Version = int | Sequence[int] | np.ndarray | VersionSpans
 
 _ANSWER_S = 60.0  # beside what is waited for
-_AGAIN_S = 0.05
 
 
 class RolloutBuffer:
@@ -338,21 +338,8 @@ class RolloutBuffer:
                 return answer
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """What the actor answers; its errors as they were raised there. A call that may have been lost is repeated, which does no harm."""
-        end = time.monotonic() + LONGEST_WAIT_S + _ANSWER_S
-        while True:
-            try:
-                return ray.get(getattr(self._actor, method).remote(*arguments), timeout=max(0.0, end - time.monotonic()))
-            except ray.exceptions.ActorUnavailableError as e:
-                if time.monotonic() >= end:
-                    raise GetTimeoutError(f"buffer {self.name!r} could not be reached for {_ANSWER_S:.0f} s") from e
-                time.sleep(_AGAIN_S)
-            except ray.exceptions.RayActorError as e:
-                raise StoreError(f"buffer {self.name!r} is gone, and all that it had: {e}") from e
-            except ray.exceptions.GetTimeoutError as e:
-                raise GetTimeoutError(f"buffer {self.name!r} did not answer within {_ANSWER_S:.0f} s") from e
-            except ray.exceptions.RayTaskError as e:
-                raise e.cause from None
+        within_s = LONGEST_WAIT_S + _ANSWER_S
+        return answer(f"buffer {self.name!r}", lambda: getattr(self._actor, method).remote(*arguments), within_s)
 
 
 def _oldest(version: Version, samples: int) -> np.ndarray:
