@@ -78,8 +78,9 @@ def _to_ints(values: np.ndarray, dtype: torch.dtype, device: torch.device) -> tu
     """Integers or doubles as integers."""
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if values.dtype.kind == "f":
-        # high + 1 is a power of two and so a double, high may be none.
-        bad = ~((values >= low) & (values < float(high + 1))) | (np.trunc(values) != values) | ((values == 0) & np.signbit(values))
+        # high + 1 is a power of two and so a double, high may be none. Some processors complain of signalling NaNs, which are bad anyway.
+        with np.errstate(invalid="ignore"):
+            bad = ~((values >= low) & (values < float(high + 1))) | (np.trunc(values) != values) | ((values == 0) & np.signbit(values))
     elif values.dtype.kind == "b":
         bad = np.zeros(values.shape, bool)
     else:

@@ -315,6 +315,7 @@ def test_one_operation_done_twice_at_once(shared, partition):
 # ---- the deaths of consumers
 
 
+@pytest.mark.slow
 def test_what_a_dead_actor_had_is_soon_free(shared, partition, start, ray):
     (consumer,) = start(1)
     keys = names(6)
@@ -326,6 +327,7 @@ def test_what_a_dead_actor_had_is_soon_free(shared, partition, start, ray):
         assert_right(taken)
 
 
+@pytest.mark.slow
 def test_a_restarted_actor_is_another_consumer(shared, partition, ray):
     consumer = ray.remote(num_cpus=0, max_restarts=1)(Worker).remote()
     shared.publish(names(2), rewards(names(2)), partition=partition)

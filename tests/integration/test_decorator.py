@@ -120,7 +120,7 @@ assert [w() for w in gone] == [None, None]
     )
 
 
-@pytest.mark.parametrize("who", ["task", "actor", "async actor"])
+@pytest.mark.parametrize("who", ["task", *(pytest.param(who, marks=pytest.mark.slow) for who in ("actor", "async actor"))])
 def test_abandoned_and_slow_readers_of_generators(pool, pool_ray, who):
     """Backpressure bounds what is in the pool; what an abandoned generator had made goes."""
     ray = pool_ray

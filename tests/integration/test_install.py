@@ -85,6 +85,7 @@ assert there and mooncake_ray.installed() and mooncake_ray.stats()["routed"] == 
     )
 
 
+@pytest.mark.slow
 def test_switched_off_by_environment_variable():
     script(
         """
@@ -99,7 +100,7 @@ assert ray.get(f.remote(torch.ones(N)))[1] is False and mooncake_ray.stats()["ro
     )
 
 
-@pytest.mark.parametrize("kind", ["name", "callable", "runtime_env_hook"])
+@pytest.mark.parametrize("kind", [pytest.param("name", marks=pytest.mark.slow), pytest.param("callable", marks=pytest.mark.slow), "runtime_env_hook"])
 def test_the_users_hook_runs_too(kind):
     script(
         f"""
@@ -163,6 +164,7 @@ assert mooncake_ray.pool_stats()["capacity_bytes"] == 100 << 20
 """)
 
 
+@pytest.mark.slow
 def test_two_sessions_of_ray_in_one_process():
     script("""
 mooncake_ray.install()
@@ -295,7 +297,7 @@ ray.shutdown()
     assert not [name for name in os.listdir("/dev/shm") if "mooncake" in name]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_nothing_is_left_after_a_killed_driver(how):
     body = """
 mooncake_ray.install()

@@ -33,6 +33,7 @@ def objects_here(n):
 """
 
 
+@pytest.mark.slow
 def test_what_was_prefetched_is_here_although_its_home_died(nodes):
     run(
         nodes,
@@ -68,6 +69,7 @@ assert engine()["replicas"] == brought
     )
 
 
+@pytest.mark.slow
 def test_prefetching_what_cannot_be_had_is_no_error(nodes):
     run(
         nodes,

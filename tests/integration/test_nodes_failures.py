@@ -47,6 +47,7 @@ settles(a)
 """
 
 
+@pytest.mark.slow
 def test_a_get_ends_in_time(nodes):
     run(
         nodes,
@@ -115,6 +116,7 @@ assert float(ray.get(ref).double().sum()) == expected(12 << 20)
     )
 
 
+@pytest.mark.slow
 def test_a_transport_that_cannot_be_used_says_so(nodes):
     run(
         nodes,

@@ -66,6 +66,7 @@ def test_status_of_a_node_and_of_the_cluster(nodes):
         assert job.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_pools_of_all_nodes_by_one_call(nodes):
     run(
         nodes,

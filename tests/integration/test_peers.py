@@ -87,6 +87,7 @@ def test_verl_methods(pool, pool_ray, verl_batch, operation):
     del actual, a, b
 
 
+@pytest.mark.slow
 def test_verl_in_place_and_on(pool, pool_ray, verl_batch):
     """What a trainer does: pop, add columns, reorder, send chunks on."""
 

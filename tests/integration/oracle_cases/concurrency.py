@@ -24,7 +24,7 @@ class Grouped:
 
     @ray.method(concurrency_group="io")
     def meet(self, tensor):
-        self.barrier.wait(timeout=50)
+        self.barrier.wait(timeout=200)
         return ray.get(ray.put(tensor)) + 1
 
     @ray.method(concurrency_group="compute")
@@ -119,16 +119,16 @@ class Threads:
 
     def stream(self, first, count):
         for i in range(count):
-            self.barrier.wait(timeout=50)
+            self.barrier.wait(timeout=200)
             yield floats(first + i)
 
     @ray.method(num_returns=2)
     def two(self, tensor):
-        self.barrier.wait(timeout=50)
+        self.barrier.wait(timeout=200)
         return tensor, described(tensor)
 
     def fail(self, tensor):
-        self.barrier.wait(timeout=50)
+        self.barrier.wait(timeout=200)
         raise DomainError("in a thread", tensor)
 
 

@@ -117,7 +117,7 @@ def get_timeout():
     blocked = same.remote(floats(), board().wait.remote(gate))
     kinds = [kind_of(ray.get, blocked, timeout=0.01), kind_of(ray.get, [ray.put(floats()), blocked], timeout=0)]
     ray.get(board().open.remote(gate))
-    return [kinds, ray.get(blocked, timeout=50)]
+    return [kinds, ray.get(blocked, timeout=200)]
 
 
 @case

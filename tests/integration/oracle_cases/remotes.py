@@ -265,7 +265,7 @@ class Meeting:
         self.barrier = threading.Barrier(parties)
 
     def meet(self, tensor, factor):
-        self.barrier.wait(timeout=50)
+        self.barrier.wait(timeout=200)
         inner = ray.put(tensor)
         return ray.get(inner) * factor
 
