@@ -100,7 +100,7 @@ assert ray.get(f.remote(torch.ones(N)))[1] is False and mooncake_ray.stats()["ro
     )
 
 
-@pytest.mark.parametrize("kind", [pytest.param("name", marks=pytest.mark.slow), pytest.param("callable", marks=pytest.mark.slow), "runtime_env_hook"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("name", "callable")), "runtime_env_hook"])
 def test_the_users_hook_runs_too(kind):
     script(
         f"""

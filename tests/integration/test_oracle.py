@@ -21,7 +21,9 @@ from oracle_runner import run_mode
 
 SUBJECTS = os.environ.get("ORACLE_SUBJECT", "pool").split()
 VALUES_ONLY = {f"oracle_cases.{theme}" for theme in ("containers", "torch_values", "numpy_values", "pickles")}  # where nothing is remote
-SLOW = {f"oracle_cases.{theme}" for theme in ("cancellation", "captured", "concurrency", "detached", "forms", "restarts")}  # many new workers
+SLOW = {
+    f"oracle_cases.{theme}" for theme in ("cancellation", "captured", "concurrency", "detached", "forms", "restarts")
+}  # many new workers
 MIN_ROUTED_CASES = 20
 
 pytestmark = pytest.mark.timeout(1800)
