@@ -17,18 +17,17 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
 test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
-	$(MAKE) -j3 --output-sync=target integration-test program-test unit-test native-test FUZZ_INPUTS=20000
+	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j2 --output-sync=target integration-test program-test unit-test native-test FUZZ_INPUTS=20000
 
 # By default Ray gives its workers niceness 15: beside builds and drivers they starve, and tests run into their time limits.
 export RAY_worker_niceness = 0
-BESIDE = nice -n 5
 
-# $(call pytest,NAME,WHAT[,PREFIX]). A process that native code ends says why long before its last line: that is repeated where it is looked for.
-pytest = @mkdir -p build; $(3) bash -o pipefail -c '$(BIN)/python -m pytest -q -m "not slow" $(2) 2>&1 | tee build/$(1).log' \
+# $(call pytest,NAME,WHAT). A process that native code ends says why long before its last line: that is repeated where it is looked for.
+pytest = @mkdir -p build; bash -o pipefail -c '$(BIN)/python -m pytest -q -m "not slow" $(2) 2>&1 | tee build/$(1).log' \
 	  || { status=$$?; grep -aE "terminate called|what\(\):|Check failed|^Fatal|File .*/tests/|^(FAILED|ERROR) " build/$(1).log | tail -n 12; exit $$status; }
 
 unit-test: $(STAMP) ## Without Ray
-	$(call pytest,unit-test,tests/unit tests/conformance tests/rdma,$(BESIDE))
+	$(call pytest,unit-test,tests/unit tests/conformance tests/rdma)
 
 PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example decorator grpo_example install metrics_export oracle restart))
 
@@ -63,11 +62,11 @@ sanitized = $(BIN)/cmake -S native -B build/$(1) -G Ninja -DMOONCAKE_TESTS=ON -D
 
 native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
 	$(call sanitized,asan,address$(,)undefined)
-	$(BESIDE) $(BIN)/cmake --build build/asan
-	$(BESIDE) $(BIN)/ctest --test-dir build/asan --output-on-failure
+	$(BIN)/cmake --build build/asan
+	$(BIN)/ctest --test-dir build/asan --output-on-failure
 	$(call sanitized,tsan,thread)
-	$(BESIDE) $(BIN)/cmake --build build/tsan
-	$(BESIDE) $(BIN)/ctest --test-dir build/tsan --output-on-failure
+	$(BIN)/cmake --build build/tsan
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure
 
 # Each in an environment of its own, which is installed once a machine (gigabytes, minutes).
 ENGINE_ENVIRONMENTS = build/engines/vllm/.ready build/engines/sglang/.ready

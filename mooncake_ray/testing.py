@@ -111,7 +111,7 @@ def no_leaks(request: pytest.FixtureRequest, leaks_allowed: Allowed) -> Iterator
     """Fails a test that leaves something behind."""
     before = measure()
     yield
-    if request.node.stash.get(_FAILED, False):
+    if request.node.stash.get(_FAILED, False) or request.node.funcargs is None:  # interrupted
         return  # its frames, which its report keeps, keep what they refer to
     request.node.funcargs.clear()  # pytest keeps what fixtures gave, although they are done
     if left := find(before, leaks_allowed):

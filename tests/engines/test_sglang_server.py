@@ -164,6 +164,7 @@ def test_an_update_that_somebody_left_open_is_no_obstacle(live):
     live.agrees(live.group.sync().version)
 
 
+@ONCE
 def test_messages_that_make_no_sense_change_nothing(live):
     sums, version = live.engine.checksums(), live.engine.weight_version
     for message in ({"do": "dance"}, {}, {"do": "commit", "timeout_s": 0.2}, {"do": "attach"}, {"do": "learn", "timeout_s": 0.1}, [1]):
@@ -173,6 +174,7 @@ def test_messages_that_make_no_sense_change_nothing(live):
     live.agrees(live.group.sync().version)
 
 
+@ONCE
 def test_errors_say_what_is_wrong(live):
     with pytest.raises(ConfigError, match="http://host:port"):
         SGLangEngine("localhost")
@@ -235,13 +237,14 @@ def test_sglangs_own_ways(live, tmp_path):
     live.agrees(live.group.sync().version)
 
 
+@ONCE
 def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_path):
     """In the middle of staging, or of taking over. What it then has is what SGLang loads from the disk."""
     ray.get(live.training.step.remote(0.2))
     version = live.group.sync().version
     live.agrees(version)
     ray.get(live.training.save.remote(str(tmp_path / "now")))
-    live.server.signal(signal.SIGSTOP, "scheduler" if live.kind == "dense" else "launch_server")
+    live.server.signal(signal.SIGSTOP, "scheduler")
     under_way = live.group.async_sync(mode="p2p", timeout_s=60)
     ready, _ = ray.wait([under_way], timeout=1.0)
     assert not ready
@@ -270,6 +273,7 @@ def test_it_outlives_its_group(live):
     assert live.engine.checksums() == sums
 
 
+@ONCE
 def test_it_outlives_its_cluster(live):
     """Ray would end the process a minute after its cluster is gone."""
     program = [sys.executable, str(Path(__file__).parent / "sglang_elsewhere.py"), live.kind]

@@ -134,6 +134,7 @@ def test_pause_and_resume(live):
     assert len(ended[0]) == 4
 
 
+@ONCE
 def test_errors_say_what_is_wrong(live):
     with pytest.raises(ConfigError, match="http://host:port"):
         VLLMEngine("localhost")

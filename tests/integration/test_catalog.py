@@ -271,6 +271,7 @@ def test_rows_outlive_their_producer(shared, partition, pool, start, ray):
         assert_right(taken)
 
 
+@pytest.mark.slow
 def test_a_producer_that_dies_while_it_waits_leaves_nothing(create, pool, start, ray):
     catalog = create(capacity_rows=4)
     (producer,) = start(1)
@@ -336,6 +337,7 @@ def test_a_restarted_actor_is_another_consumer(shared, partition, ray):
     assert shared.take(2, partition=partition, timeout_s=60).keys == names(2)
 
 
+@pytest.mark.slow
 def test_a_lease_lasts_while_somebody_has_it(create, helper, ray):
     """One of two processes drops what it took; when that is free again, the other's is still its own."""
     catalog = create(lease_s=2.0)
@@ -351,6 +353,7 @@ def test_a_lease_lasts_while_somebody_has_it(create, helper, ray):
     assert catalog.stats()["leases_lost"] == 1
 
 
+@pytest.mark.slow
 def test_what_was_taken_goes_to_another_process(create, helper, ray):
     catalog = create()
     catalog.publish(names(4), tokens(names(4)))

@@ -151,6 +151,7 @@ assert ray.get(ray.put(torch.ones(N))).sum() == N and mooncake_ray.stats()["rout
 """)
 
 
+@pytest.mark.slow
 def test_settings_reach_the_workers():
     script("""
 mooncake_ray.install(min_bytes=4096, capacity_bytes=100 << 20)
@@ -181,6 +182,7 @@ assert len(pools) == 2 and mooncake_ray.stats()["routed"] == 2
 """)
 
 
+@pytest.mark.slow
 def test_sessions_of_ray_with_different_settings():
     script("""
 seen = []
@@ -210,6 +212,7 @@ assert [value.sum() for value in seen] == [N, N], "views outlive their clusters"
 """)
 
 
+@pytest.mark.slow
 def test_decorated_without_install():
     script("""
 os.environ["MOONCAKE_RAY_CAPACITY_BYTES"] = "128M"
@@ -335,6 +338,7 @@ assert all(getattr(mooncake_ray, name) is not None for name in mooncake_ray.__al
 """)
 
 
+@pytest.mark.slow
 def test_without_a_broker_everything_is_rays():
     out = run_script(
         START

@@ -144,6 +144,7 @@ ray.cancel(forever, force=True)
     )
 
 
+@pytest.mark.slow
 def test_objects_of_other_nodes_are_freed(nodes):
     run(
         nodes,

@@ -132,6 +132,7 @@ else: raise AssertionError
     )
 
 
+@pytest.mark.slow
 def test_a_service_that_cannot_start_says_why(nodes):
     run(
         nodes,

@@ -114,6 +114,7 @@ assert isinstance(lost, ray.exceptions.ObjectLostError) and isinstance(lost, moo
     )
 
 
+@pytest.mark.slow
 def test_a_lost_pool(nodes):
     def nothing():
         pass

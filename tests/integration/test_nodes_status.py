@@ -100,6 +100,7 @@ def test_status_where_there_is_no_cluster(nodes):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("opentelemetry.exporter.prometheus"), reason="ray[default] exports metrics")
+@pytest.mark.slow
 def test_what_services_do_is_exported(nodes):
     run(
         nodes,

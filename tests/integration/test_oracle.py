@@ -21,9 +21,8 @@ from oracle_runner import run_mode
 
 SUBJECTS = os.environ.get("ORACLE_SUBJECT", "pool").split()
 VALUES_ONLY = {f"oracle_cases.{theme}" for theme in ("containers", "torch_values", "numpy_values", "pickles")}  # where nothing is remote
-SLOW = {
-    f"oracle_cases.{theme}" for theme in ("cancellation", "captured", "concurrency", "detached", "forms", "restarts")
-}  # many new workers
+MANY_WORKERS = ("actors", "cancellation", "captured", "concurrency", "detached", "errors", "forms", "restarts")
+SLOW = {f"oracle_cases.{theme}" for theme in MANY_WORKERS}  # left to `make oracle`
 MIN_ROUTED_CASES = 20
 
 pytestmark = pytest.mark.timeout(1800)

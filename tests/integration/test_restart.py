@@ -378,6 +378,7 @@ until(lambda: os.listdir(DIR) == [], "an empty disk")
     )
 
 
+@pytest.mark.slow
 def test_an_actor_that_dies_with_the_broker(tmp_path):
     run_script(
         """

@@ -141,6 +141,7 @@ def test_staleness(buffer):
     assert (found["groups_stale"], found["staleness"], found["bytes"]) == (2, [1, 1], 0)
 
 
+@pytest.mark.slow
 def test_waiting(buffer, workers):
     buffer = buffer(capacity_groups=2)
     with pytest.raises(GetTimeoutError, match="fewer than 1 groups for step 0 within 0 s"):
@@ -191,6 +192,7 @@ def test_a_dead_learner_gets_the_same_again(buffer, workers):
     assert ray.get(second.take.remote(buffer, 1, 2)) == [2, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_at_least_once(buffer, workers):
     buffer = buffer(consumption="at-least-once")
     buffer.put(rows(names(0, 2)), uids=names(0, 2), version=0)
@@ -224,6 +226,7 @@ def test_the_buffer_dies(buffer, workers):
     assert buffer.stats()["groups_in_replay"] == 1
 
 
+@pytest.mark.slow
 def test_a_put_is_done_once(buffer):
     buffer = buffer()
     for _ in range(2):
@@ -257,6 +260,7 @@ def _alike(group) -> bool:
     return group.tags["reward"].min() < group.tags["reward"].max()
 
 
+@pytest.mark.slow
 def test_closed(buffer, workers):
     buffer = buffer()
     taking = workers[0].take.remote(buffer, 0, 2)
@@ -269,6 +273,7 @@ def test_closed(buffer, workers):
         buffer.put(rows(names(1, 2)), uids=names(1, 2), version=0)
 
 
+@pytest.mark.slow
 def test_names(buffer):
     one = buffer()
     assert mooncake_ray.RolloutBuffer.connect(one.name).stats() == one.stats()
@@ -285,6 +290,7 @@ def test_names(buffer):
         one.stats()
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_noticed_without_ray_being_told(buffer, workers):
     buffer = buffer()
     os.kill(ray.get(workers[0].reserve.remote(buffer, ["g1"])), signal.SIGKILL)
