@@ -72,8 +72,8 @@ native-test: $(STAMP) ## C++ tests under ASan+UBSan, and under TSan
 ENGINE_ENVIRONMENTS = build/engines/vllm/.ready build/engines/sglang/.ready
 ENGINE_PYTHONS = MOONCAKE_VLLM_PYTHON=$(CURDIR)/build/engines/vllm/bin/python MOONCAKE_SGLANG_PYTHON=$(CURDIR)/build/engines/sglang/bin/python
 
-test-engines: $(STAMP) $(ENGINE_ENVIRONMENTS) ## Real vLLM and SGLang on CPUs: every way to give them new weights, and their own loaders
-	$(ENGINE_PYTHONS) $(BIN)/python -m pytest -q --timeout 900 tests/engines tests/integration/test_engine_loaders.py
+test-engines: $(STAMP) $(ENGINE_ENVIRONMENTS) ## Real vLLM and SGLang on CPUs: every way to give them new weights, and their own loaders (ALL=1: for more models)
+	$(ENGINE_PYTHONS) $(BIN)/python -m pytest -q $(if $(ALL),,-m "not slow") --durations=15 --timeout 900 tests/engines tests/integration/test_engine_loaders.py
 
 build/engines/%/.ready: scripts/engine-env.sh scripts/engines/%.txt $(STAMP)
 	@sh scripts/engine-env.sh $* $(VENV) $(@D)

@@ -19,7 +19,7 @@ TOKENS = 4
 PATHS = os.pathsep.join([str(HERE), str(ROOT)])
 
 
-@pytest.mark.parametrize("kind", ["module", "listed", "reloaded"])
+@pytest.mark.parametrize("kind", ["module", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("listed", "reloaded"))])
 def test_llm_and_trainer_in_one_process(cluster, tmp_path, kind):
     done = subprocess.run(
         [python_of("vllm"), str(HERE / "vllm_llm_program.py"), cluster, str(tmp_path), kind],
