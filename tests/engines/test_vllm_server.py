@@ -58,7 +58,7 @@ def live(request, cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp(kind)
     save(made(kind), folder)
     server = VLLMServer(python, folder, ROOT / "build" / f"vllm-{kind}.log", tp=tp)
-    group = mooncake_ray.WeightSyncGroup(f"vllm-{kind}", liveness_s=15.0)
+    group = mooncake_ray.WeightSyncGroup(f"vllm-{kind}", liveness_s=30.0)
     training = Training.remote(kind)
     ray.get(training.join.remote(group))
     live = Live(kind, folder, server, VLLMEngine(server.url), group, training, tp)
@@ -168,7 +168,7 @@ def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_pa
     stopped, phase = ("Worker", "staging") if live.kind == "dense" else ("api_server", "committing")
     ray.get(live.training.nudge.remote(50))
     live.server.signal(signal.SIGSTOP, stopped)
-    under_way = live.group.async_sync(mode="p2p", timeout_s=60)
+    under_way = live.group.async_sync(mode="p2p", timeout_s=120)
     end = time.monotonic() + 60
     while (now := live.group.status().update) is None or now.phase != phase:
         assert time.monotonic() < end, live.group.status()
