@@ -17,7 +17,7 @@ demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
 	$(BIN)/python examples/grpo.py
 
 test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
-	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j3 --output-sync=target integration-test unit-test native-test program-test FUZZ_INPUTS=20000
+	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j3 --output-sync=target integration-test unit-test native-test program-test FUZZ_INPUTS=50000
 
 # By default Ray gives its workers niceness 15: beside builds and drivers they starve, and tests run into their time limits.
 export RAY_worker_niceness = 0

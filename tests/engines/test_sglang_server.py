@@ -23,6 +23,7 @@ from mooncake_ray.errors import ConfigError, MooncakeRayError, PlanError, SyncAb
 
 TOKENS, MARGIN = 6, 0.12  # SGLang computes in bfloat16 by torch's own operations, in another order than transformers
 ONCE = pytest.mark.parametrize("live", ["dense"], indirect=True)  # what is the same for all models
+MOE_IS_SLOW = pytest.mark.parametrize("live", ["dense", pytest.param("moe", marks=pytest.mark.slow)], indirect=True)
 
 
 @dataclass
@@ -164,7 +165,7 @@ def test_an_update_that_somebody_left_open_is_no_obstacle(live):
     live.agrees(live.group.sync().version)
 
 
-@ONCE
+@MOE_IS_SLOW
 def test_messages_that_make_no_sense_change_nothing(live):
     sums, version = live.engine.checksums(), live.engine.weight_version
     for message in ({"do": "dance"}, {}, {"do": "commit", "timeout_s": 0.2}, {"do": "attach"}, {"do": "learn", "timeout_s": 0.1}, [1]):
@@ -174,7 +175,7 @@ def test_messages_that_make_no_sense_change_nothing(live):
     live.agrees(live.group.sync().version)
 
 
-@ONCE
+@MOE_IS_SLOW
 def test_errors_say_what_is_wrong(live):
     with pytest.raises(ConfigError, match="http://host:port"):
         SGLangEngine("localhost")
@@ -237,14 +238,13 @@ def test_sglangs_own_ways(live, tmp_path):
     live.agrees(live.group.sync().version)
 
 
-@ONCE
 def test_killed_in_an_update_it_comes_back_with_the_current_version(live, tmp_path):
     """In the middle of staging, or of taking over. What it then has is what SGLang loads from the disk."""
     ray.get(live.training.step.remote(0.2))
     version = live.group.sync().version
     live.agrees(version)
     ray.get(live.training.save.remote(str(tmp_path / "now")))
-    live.server.signal(signal.SIGSTOP, "scheduler")
+    live.server.signal(signal.SIGSTOP, "scheduler" if live.kind == "dense" else "launch_server")
     under_way = live.group.async_sync(mode="p2p", timeout_s=120)
     ready, _ = ray.wait([under_way], timeout=1.0)
     assert not ready
@@ -273,7 +273,7 @@ def test_it_outlives_its_group(live):
     assert live.engine.checksums() == sums
 
 
-@ONCE
+@MOE_IS_SLOW
 def test_it_outlives_its_cluster(live):
     """Ray would end the process a minute after its cluster is gone."""
     program = [sys.executable, str(Path(__file__).parent / "sglang_elsewhere.py"), live.kind]

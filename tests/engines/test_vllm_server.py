@@ -24,6 +24,7 @@ from mooncake_ray.errors import ConfigError, MooncakeRayError, SyncAbortedError,
 
 TOKENS = 4
 ONCE = pytest.mark.parametrize("live", ["dense"], indirect=True)  # what is the same for all models
+MOE_IS_SLOW = pytest.mark.parametrize("live", ["dense", pytest.param("moe", marks=pytest.mark.slow)], indirect=True)
 
 
 @dataclass
@@ -134,7 +135,7 @@ def test_pause_and_resume(live):
     assert len(ended[0]) == 4
 
 
-@ONCE
+@MOE_IS_SLOW
 def test_errors_say_what_is_wrong(live):
     with pytest.raises(ConfigError, match="http://host:port"):
         VLLMEngine("localhost")

@@ -81,7 +81,7 @@ def save(kind: str, folder: Path) -> None:
         path.write_text(json.dumps(config | {"rope_scaling": scaling | {"type": "yarn", "rope_type": "yarn"}}))
 
 
-SLOW = ("qwen3", "qwen3-moe", "deepseek ep")  # the others have what these have
+SLOW = ("qwen3", "qwen3-moe", "deepseek ep")  # each starts several processes that import an engine
 
 
 @pytest.mark.parametrize("engine", PYTHONS)
