@@ -256,12 +256,13 @@ void Loop::parse(Conn& c) {
     }
     if (rest.size() < sizeof f + f.bytes) break;
     at += sizeof f + f.bytes;
+    ++server_.requests_;  // who has the answer finds it counted
     if (!server_.request(c, *this, f, rest.substr(sizeof f, f.bytes))) c.dead = true;
     if (std::exchange(c.again, false)) {
       at -= sizeof f + f.bytes;
+      --server_.requests_;
     } else {
       c.learnt = false;
-      ++server_.requests_;
     }
     if (c.waiting) due(c.wait_deadline);
   }

@@ -23,7 +23,7 @@ from mooncake_ray.errors import (
 )
 from mooncake_ray.weights.placement import Placement
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 
 
 class BrokenOnPurpose(Exception):

@@ -19,7 +19,7 @@ from mooncake_ray.config import Config
 from mooncake_ray.errors import PeerLostError, RegistrationError, TransportError
 from mooncake_ray.transport import Connection, Memory, Peer, Transport, get_transport
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 SHORT_S = 2.0
 GUARD = 0xA5
 

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["DEADLINE_S", "eventually"]
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 
 
 def eventually(condition: Callable[[], Any], what: object = "the condition") -> Any:

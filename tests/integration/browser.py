@@ -17,7 +17,7 @@ from typing import Any
 
 from websockets.sync.client import connect
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-port=0",

@@ -323,7 +323,7 @@ def test_what_a_dead_actor_had_is_soon_free(shared, partition, start, ray):
     shared.publish(keys, tokens(keys), partition=partition)
     assert ray.get(consumer.hold.remote(shared, 4, partition=partition)) == keys[:4]
     kill(consumer)
-    with shared.take(6, partition=partition, timeout_s=60) as taken:  # the deadline is much later
+    with shared.take(6, partition=partition, timeout_s=200) as taken:  # the deadline is much later
         assert taken.keys == keys
         assert_right(taken)
 
@@ -334,7 +334,7 @@ def test_a_restarted_actor_is_another_consumer(shared, partition, ray):
     shared.publish(names(2), rewards(names(2)), partition=partition)
     ray.get(consumer.hold.remote(shared, 2, partition=partition))
     kill(consumer)
-    assert shared.take(2, partition=partition, timeout_s=60).keys == names(2)
+    assert shared.take(2, partition=partition, timeout_s=200).keys == names(2)
 
 
 @pytest.mark.slow
@@ -345,7 +345,7 @@ def test_a_lease_lasts_while_somebody_has_it(create, helper, ray):
     kept = catalog.take(2)
     ray.get(helper.hold.remote(catalog, 2))
     ray.get(helper.drop.remote())
-    again = catalog.take(2, timeout_s=60)
+    again = catalog.take(2, timeout_s=200)
     assert again.keys == names(4)[2:] and catalog.stats()["leases_lost"] == 1
     catalog.release(again)
     assert catalog.take(2).keys == names(4)[2:]
@@ -416,7 +416,7 @@ def test_those_who_wait_do_not_keep_others_out(create, ray):
     waiting = [catalog._actor.take.remote("train", "nobody", Where(), 60.0, wanted) for _ in range(TAKERS + 8)]
     keys = names(TAKERS + 8)
     assert catalog.publish(keys, rewards(keys), timeout_s=30).new == len(keys)
-    leases = [answer[0] for answer in ray.get(waiting, timeout=60) if answer is not None]
+    leases = [answer[0] for answer in ray.get(waiting, timeout=200) if answer is not None]
     got = [row.key for lease in leases for row in lease.rows]
     assert len(got) >= TAKERS and len(set(got)) == len(got)
 
@@ -441,7 +441,7 @@ def test_a_closed_partition_ends_those_who_wait(shared, partition):
 def as_they_end(futures):
     from concurrent.futures import as_completed
 
-    return (future.result() for future in as_completed(futures, timeout=60))
+    return (future.result() for future in as_completed(futures, timeout=200))
 
 
 def test_the_end_of_a_catalog(create, ray):

@@ -21,7 +21,7 @@ def free_port():
 
 def scrape(port):
     try:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100).read().decode()
     except OSError:
         return {}
     sums = {}
@@ -38,7 +38,7 @@ def expect(port, **wanted):
     def there():
         found = scrape(port)
         return all(found.get(name.replace("__", ":")) == value for name, value in wanted.items())
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not there():
         assert time.monotonic() < end, (wanted, scrape(port))
         time.sleep(0.1)

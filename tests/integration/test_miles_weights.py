@@ -112,8 +112,8 @@ def trainers(pool_ray):
         return list(made), handles
 
     yield start
-    ray.get([trainer.end.remote() for trainer in made], timeout=60)
-    ray.get(handles.end.remote(), timeout=60)
+    ray.get([trainer.end.remote() for trainer in made], timeout=200)
+    ray.get(handles.end.remote(), timeout=200)
 
 
 def update(trainers, *args):

@@ -56,7 +56,7 @@ def more(name, x):
 @ray.remote(**on(2))
 def total(x): return float(x.double().sum())
 def value(ref): return float(ray.get(ref).double().sum())
-def finished(*refs): assert len(ray.wait(list(refs), num_returns=len(refs), fetch_local=False, timeout=60)[0]) == len(refs)
+def finished(*refs): assert len(ray.wait(list(refs), num_returns=len(refs), fetch_local=False, timeout=200)[0]) == len(refs)
 def error(ref):
     try: value(ref)
     except ray.exceptions.RayError as e: return e

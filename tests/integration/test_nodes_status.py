@@ -113,7 +113,7 @@ def scraped():
     found = {}
     for n in ray.nodes():
         if n["Alive"]:
-            text = urllib.request.urlopen(f"http://{n['NodeManagerAddress']}:{n['MetricsExportPort']}/metrics", timeout=10).read().decode()
+            text = urllib.request.urlopen(f"http://{n['NodeManagerAddress']}:{n['MetricsExportPort']}/metrics", timeout=100).read().decode()
             for line in text.splitlines():
                 if line.startswith("ray_mooncake_ray_"):
                     name = line.partition("{")[0].removeprefix("ray_mooncake_ray_"), n["NodeManagerAddress"]

@@ -53,7 +53,7 @@ class Worker:
         return os.getpid()
 
     def resume(self, buffer, most, finish=True):
-        ticket = buffer.resume(most, timeout_s=60)
+        ticket = buffer.resume(most, timeout_s=200)
         told = [(work.uid, work.reason, 0 if work.ref is None else len(work.ref)) for work in ticket.works]
         self.ticket = ticket
         if finish:

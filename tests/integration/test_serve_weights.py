@@ -98,7 +98,7 @@ def generated(folder, made):
 
 @pytest.mark.parametrize("how", ["urllib", "curl", "client", "command", "hub"])
 def test_transformers_loads_what_was_fetched(endpoint, qwen, tmp_path, how):
-    names = [f["name"] for f in json.load(urllib.request.urlopen(f"{URL}/v1/versions/latest", timeout=60))["files"]]
+    names = [f["name"] for f in json.load(urllib.request.urlopen(f"{URL}/v1/versions/latest", timeout=200))["files"]]
     assert names == ["model.safetensors", "config.json", "generation_config.json"]
     if how == "client":
         WeightClient(URL).download("latest", tmp_path)
@@ -115,23 +115,23 @@ def test_transformers_loads_what_was_fetched(endpoint, qwen, tmp_path, how):
         for name in names:
             address = f"{URL}/v1/versions/latest/files/{name}"
             if how == "urllib":
-                with urllib.request.urlopen(address, timeout=60) as answer:
+                with urllib.request.urlopen(address, timeout=200) as answer:
                     (tmp_path / name).write_bytes(answer.read())
             else:
-                subprocess.run(["curl", "-fsSL", "-o", tmp_path / name, address], check=True, timeout=60)
+                subprocess.run(["curl", "-fsSL", "-o", tmp_path / name, address], check=True, timeout=200)
     assert generated(tmp_path, qwen[0])
 
 
 def test_ranges_and_tags_of_a_plain_client(endpoint):
     address = f"{URL}/v1/versions/1/files/model.safetensors"
-    whole = urllib.request.urlopen(address, timeout=60)
+    whole = urllib.request.urlopen(address, timeout=200)
     data, tag = whole.read(), whole.headers["ETag"]
     assert int(whole.headers["Content-Length"]) == len(data)
 
     def get(**headers):
         try:
             answer = urllib.request.urlopen(
-                urllib.request.Request(address, headers={k.replace("_", "-"): v for k, v in headers.items()}), timeout=60
+                urllib.request.Request(address, headers={k.replace("_", "-"): v for k, v in headers.items()}), timeout=200
             )
         except urllib.error.HTTPError as e:
             answer = e
@@ -152,15 +152,15 @@ def test_a_handle_gives_refs_of_the_pool(endpoint, qwen):
     handle, _ = endpoint
     mine = dict(qwen[0].state_dict())
     names = ["lm_head.weight", "model.norm.weight"]
-    refs = handle.tensor_refs.remote("latest", names).result(timeout_s=60)
+    refs = handle.tensor_refs.remote("latest", names).result(timeout_s=200)
     assert list(refs) == names and all(isinstance(r, ray.ObjectRef) for r in refs.values())
-    assert all(torch.equal(ray.get(ref, timeout=60), mine[name]) for name, ref in refs.items())
-    again = handle.tensor_refs.remote("latest", names).result(timeout_s=60)
+    assert all(torch.equal(ray.get(ref, timeout=200), mine[name]) for name, ref in refs.items())
+    again = handle.tensor_refs.remote("latest", names).result(timeout_s=200)
     assert again == refs  # they are not put twice
-    manifest = handle.manifest.remote().result(timeout_s=60)
+    manifest = handle.manifest.remote().result(timeout_s=200)
     assert manifest["model.norm.weight"]["shape"] == (64,) and len(manifest) == len(mine)
     with pytest.raises(SnapshotNotFoundError):
-        handle.tensor_refs.remote(99).result(timeout_s=60)
+        handle.tensor_refs.remote(99).result(timeout_s=200)
 
 
 def test_only_who_has_the_token_publishes(endpoint):
@@ -169,7 +169,7 @@ def test_only_who_has_the_token_publishes(endpoint):
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         with pytest.raises(urllib.error.HTTPError) as error:
-            urllib.request.urlopen(request, timeout=60)
+            urllib.request.urlopen(request, timeout=200)
         with error.value as answer:
             assert (answer.code, answer.headers["Content-Type"]) == (status, "application/problem+json")
 
@@ -191,7 +191,7 @@ def test_a_replica_that_is_killed_while_a_version_is_read(serving, endpoint, tmp
     tensors = big(64, 1)
     client.publish(20, tensors)
     victim, killed = replica(), []
-    address = urlsplit(client._caller.address("GET", "versions/20/files/model.safetensors", until=time.monotonic() + 60))
+    address = urlsplit(client._caller.address("GET", "versions/20/files/model.safetensors", until=time.monotonic() + 200))
     port = address.hostname, address.port
 
     def kill(there, total):
@@ -246,7 +246,7 @@ def test_new_versions_are_told_of(endpoint):
     """Through Serve's proxy: to a request that waits, and as an event of a stream that is open meanwhile."""
     client = WeightClient(URL, token=TOKEN)
     newest, found = client.versions()[-1], []
-    with urllib.request.urlopen(f"{URL}/v1/events?limit=1&after={newest}", timeout=60) as events:
+    with urllib.request.urlopen(f"{URL}/v1/events?limit=1&after={newest}", timeout=200) as events:
         assert events.headers["Content-Type"].startswith("text/event-stream")
         assert events.readline() == b"retry: 1000\n"
         waiting = threading.Thread(target=lambda: found.append(client.wait(newest)))
@@ -269,7 +269,7 @@ def test_versions_of_a_group_are_stored(serving, tmp_path):
         client = WeightClient(f"{URL}/grouped", token=TOKEN)
         eventually(lambda: "endpoint" in group.versions(), "the endpoint joins the group")
         for version in (1, 2):
-            ray.get([t.train.remote(version) for t in trainers], timeout=60)
+            ray.get([t.train.remote(version) for t in trainers], timeout=200)
             group.sync(version, timeout_s=120)
             with pytest.raises(SnapshotNotFoundError, match=f"at version {version}, not at 9"):
                 client.store(9)

@@ -109,7 +109,7 @@ def test_what_is_pinned_is_not_spilled_and_the_error_says_who_pins(spilling):
         store.create(4 * MIB, timeout_s=0.2)
     assert store.stats()["spilled_objects"] == 0
     del views[:8]
-    store.free([store.publish(store.create(4 * MIB, timeout_s=60))])
+    store.free([store.publish(store.create(4 * MIB, timeout_s=200))])
 
 
 def test_puts_of_many_processes_all_arrive(spilling):
@@ -119,7 +119,7 @@ def test_puts_of_many_processes_all_arrive(spilling):
             """
 store = Store(scope, config)
 seed = int(sys.argv[1])
-keys = [store.put(np.random.default_rng(seed + i).integers(0, 256, 1 << 20, dtype=np.uint8), timeout_s=60) for i in range(24)]
+keys = [store.put(np.random.default_rng(seed + i).integers(0, 256, 1 << 20, dtype=np.uint8), timeout_s=200) for i in range(24)]
 say(" ".join(map(text_of, keys)))
 wait()
 """,
@@ -156,7 +156,7 @@ def test_threads_put_get_and_free_at_once(spilling):
         try:
             kept = []
             for i in range(60):
-                kept.append((1000 * n + i, store.put(filled(1000 * n + i, (1 + i % 3) * MIB // 2), timeout_s=60)))
+                kept.append((1000 * n + i, store.put(filled(1000 * n + i, (1 + i % 3) * MIB // 2), timeout_s=200)))
                 seed, key = kept[(7 * i) % len(kept)]
                 assert np.array_equal(store.get(key), filled(seed, (1 + seed % 1000 % 3) * MIB // 2))
                 if len(kept) > 20:
@@ -201,7 +201,7 @@ def test_a_full_disk_loses_nothing_and_says_so(tmp_path, scope_with):
         for i, key in enumerate(keys):
             assert np.array_equal(store.get(key), filled(i))
         store.free(keys[:30])
-        keys += [store.put(filled(1000 + i), timeout_s=60) for i in range(20)]  # the disk is tried again
+        keys += [store.put(filled(1000 + i), timeout_s=200) for i in range(20)]  # the disk is tried again
         for i, key in enumerate(keys[-20:]):
             assert np.array_equal(store.get(key), filled(1000 + i))
         scope.close()
@@ -282,7 +282,7 @@ def test_the_pool_grows_by_further_arenas(scope_with):
         early.create(30 * MIB, timeout_s=0.1)
     early.grow(96 * MIB)
     assert late.stats()["capacity_bytes"] == 96 * MIB
-    more = early.put(filled(7, 40 * MIB), timeout_s=60)  # larger than any arena there was
+    more = early.put(filled(7, 40 * MIB), timeout_s=200)  # larger than any arena there was
     assert np.array_equal(late.get(more), filled(7, 40 * MIB))
     with pytest.raises(StoreFullError, match="may grow to"):
         early.grow(1 << 50)

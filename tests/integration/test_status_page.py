@@ -65,7 +65,7 @@ class Stage:
     def get(self, path: str, data: bytes | None = None):
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=60) as answer:
+        with opener.open(request, timeout=200) as answer:
             return answer.headers, answer.read()
 
     def close(self) -> None:

@@ -65,10 +65,10 @@ say("served")
     assert victim.line() == "asking"
     scope.eventually(victim.is_asleep)
     victim.kill()
-    keeper.free([keeper.put(np.zeros(4 * MIB, np.uint8), timeout_s=60)])  # nobody stands before it any more
+    keeper.free([keeper.put(np.zeros(4 * MIB, np.uint8), timeout_s=200)])  # nobody stands before it any more
     keeper.free([most])
     scope.eventually(scope.is_empty, scope.stats)
-    keeper.free([keeper.publish(keeper.create(32 * MIB, timeout_s=60))])
+    keeper.free([keeper.publish(keeper.create(32 * MIB, timeout_s=200))])
 
 
 def test_a_put_waits_until_a_killed_client_is_reaped(scope):
@@ -84,7 +84,7 @@ wait()
     with pytest.raises(StoreFullError, match=r"reads 24\.0 MiB"):
         store.create(16 * MIB, timeout_s=0.01)
     os.kill(victim.pid, signal.SIGKILL)
-    store.free([store.publish(store.create(16 * MIB, timeout_s=60))])
+    store.free([store.publish(store.create(16 * MIB, timeout_s=200))])
     victim.kill()
 
 

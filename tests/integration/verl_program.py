@@ -48,7 +48,7 @@ def routed(group) -> dict:
     future = group.doubled_later(group.later(data))
     between = mooncake_ray.stats()
     chained = group.doubled_later(future)
-    ray.wait(chained.futures, num_returns=RANKS, timeout=60)
+    ray.wait(chained.futures, num_returns=RANKS, timeout=200)
     after = mooncake_ray.stats()
     return {
         "nbytes": sum(column.nbytes for column in data.batch.values()),

@@ -33,7 +33,7 @@ from mooncake_ray.sync.report import GroupStatus, SyncReport
 from mooncake_ray.transfer.deadline import Deadline
 from mooncake_ray.weights.shard import Shard
 
-S = 30.0
+S = 100.0
 _LOOK_S = 0.002
 _DIRT = 0xA5  # what is in memory before anybody writes there
 

@@ -10,7 +10,7 @@ import pytest
 from mooncake_ray.engines.gate import Gate
 from mooncake_ray.errors import EnginePausedError, SyncTimeoutError
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 AT_ONCE = 0.001
 
 

@@ -15,7 +15,7 @@ from mooncake_ray.engines import http
 from mooncake_ray.engines.http import HTTPStatusError, JSONClient
 from mooncake_ray.errors import ConfigError, SyncTimeoutError, WeightSyncError
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 
 
 class Site:

@@ -15,7 +15,7 @@ from mooncake_ray.sync import trainer
 from mooncake_ray.weights.laid import Sources
 from mooncake_ray.weights.source import StateDictSource
 
-S = 30.0
+S = 100.0
 NAMES = ("model.norm.weight", "model.embed_tokens.weight")
 
 

@@ -40,7 +40,7 @@ def rows(tensors: dict[str, torch.Tensor], rank: int, world: int) -> tuple[dict[
 
 
 def eventually(condition, what: str) -> None:
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 200.0
     while not condition():
         assert time.monotonic() < end, f"never came true: {what}"
         time.sleep(0.002)
@@ -325,8 +325,8 @@ def test_checkpoint_engine_38_43_a_rank_that_fails_does_not_hang_others(group, m
     once(job.engines[0][0], "stage", fail)  # leads units that the others wait for
     begin = time.monotonic()
     with pytest.raises(SyncAbortedError, match=r"e0/0: .*gone"):
-        group.sync(mode=mode, timeout_s=30.0)
-    assert time.monotonic() - begin < 25.0, "not at the deadline"
+        group.sync(mode=mode, timeout_s=150.0)
+    assert time.monotonic() - begin < 140.0, "not at the deadline"
     assert job.has(0)
     group.sync(mode=mode)
     assert job.has(1)
