@@ -13,8 +13,8 @@ help: ## List the targets
 
 setup: $(STAMP) ## Virtual environment, Debian packages where missing, build
 
-demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool
-	$(BIN)/python examples/grpo.py
+demo: $(STAMP) ## The main job: GRPO on a tiny transformer, through the pool (MODE=async: synchronously and asynchronously)
+	$(BIN)/python examples/$(if $(filter async,$(MODE)),grpo_async,grpo).py
 
 test: $(STAMP) ## All tests but the slow ones, the fuzzer with fewer inputs
 	CMAKE_BUILD_PARALLEL_LEVEL=1 $(MAKE) -j3 --output-sync=target integration-test unit-test native-test program-test FUZZ_INPUTS=50000

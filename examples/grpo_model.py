@@ -185,7 +185,7 @@ def grpo_loss(log_dist: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, di
     Args:
         log_dist: float32 (B, R, V), of the policy in training.
         batch: `responses`, `response_mask` and `old_log_probs` (B, R), `advantages` (B,),
-            `ref_log_dist` (B, R, V).
+            `ref_log_dist` (B, R, V), and, if tokens do not all count alike, `token_weights` (B, R).
 
     Returns:
         The loss, and what is worth watching.
@@ -194,7 +194,8 @@ def grpo_loss(log_dist: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, di
     ratio = (token_log_probs(log_dist, batch["responses"]) - batch["old_log_probs"]).exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     advantages = batch["advantages"][:, None]
-    policy_loss = masked_mean(-torch.minimum(ratio * advantages, clipped * advantages), mask)
+    gain = torch.minimum(ratio * advantages, clipped * advantages)
+    policy_loss = masked_mean(-gain * batch["token_weights"] if "token_weights" in batch else -gain, mask)
     reference_kl = masked_mean(kl_divergence(log_dist, batch["ref_log_dist"]), mask)
     loss = policy_loss + KL_COEFFICIENT * reference_kl
     metrics = {"loss": loss, "reference_kl": reference_kl, "clipped": masked_mean((ratio != clipped).float(), mask)}

@@ -109,7 +109,7 @@ class RolloutBuffer:
         except ValueError as e:
             raise ConfigError(f"there is no buffer {name!r}: {e}") from e
         out = cls(actor, vault, name, 0.0)
-        out.lease_s = out._call("settings").lease_s
+        out.lease_s = out.settings.lease_s
         return out
 
     def __reduce__(self) -> Any:
@@ -268,6 +268,11 @@ class RolloutBuffer:
         return self._call("do", "consumption", "rewind", step)
 
     # ---- looking
+
+    @property
+    def settings(self) -> BufferSettings:
+        """What it was created with. Asks for it."""
+        return self._call("settings")
 
     def stats(self) -> dict[str, Any]:
         """Numbers of now (`groups_queued`, `bytes`, …), totals, and `staleness`: how many groups were learned from by their age in versions."""

@@ -26,6 +26,7 @@ LEVELS = {
     "rollout": 4,
     "serve": 4,
     "sync": 4,
+    "loops": 5,
     "cli": 4,
     "integrations": 4,
     "testing": 4,
@@ -36,6 +37,7 @@ MAY_IMPORT = {  # third parties, at module level, by level
     2: {"numpy", "torch"},
     3: {"numpy", "torch"},
     4: {"numpy", "ray"},
+    5: {"numpy", "ray"},
 }
 MAY_ONLY_IMPORT = {
     "cli": set(),

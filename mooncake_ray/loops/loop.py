@@ -1,0 +1,181 @@
+"""What both loops have in common: rollout workers, learners, weights and a buffer between them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from mooncake_ray.errors import ConfigError, StoreError
+from mooncake_ray.loops.learners import Learners
+from mooncake_ray.loops.metrics import LoopReport, StepReport, Timeline
+from mooncake_ray.loops.producers import Producers
+from mooncake_ray.loops.settings import LoopSettings
+from mooncake_ray.loops.weights import Weights
+from mooncake_ray.rollout.buffer import RolloutBuffer
+from mooncake_ray.rollout.lent import Share
+from mooncake_ray.sync.group import WeightSyncGroup
+
+__all__ = ["Loop"]
+
+Actor = ray.actor.ActorHandle
+_LOOK_S = 0.25  # between looks at everything else, while the learner waits for samples
+
+
+class Loop(ABC):
+    """In the driver, in one thread. `with` it, or `close` it."""
+
+    limited: bool
+    """Whether rollout workers make what a step needs, and no more."""
+
+    def __init__(
+        self,
+        buffer: RolloutBuffer,
+        weights: WeightSyncGroup,
+        rollouts: Sequence[Actor],
+        learners: Sequence[Actor],
+        prompts: Callable[[int], Any],
+        settings: LoopSettings,
+        *,
+        rewards: Sequence[Actor] = (),
+        on_step: Callable[[StepReport], None] | None = None,
+        first_step: int = 0,
+        first_group: int = 0,
+    ) -> None:
+        """
+        Args:
+            buffer: An empty one. In its `capacity_groups` is room for a step's groups: the loop makes no more than these at a time.
+            weights: Whose trainers are the learners' processes, and whose engines the rollout workers'.
+            rollouts, learners, rewards: Actors with the methods that `mooncake_ray.loops.tasks` shows. Rollout workers and rewards that die are
+                waited for if Ray starts them again, and done without otherwise.
+            prompts: What the n-th group (from 0, or `first_group`) is made from. It is asked again for a group that is made again.
+            on_step: Called after every step.
+
+        Raises:
+            ConfigError: something is missing, or the buffer has no room for a step.
+        """
+        asked = buffer.settings
+        room = asked.capacity_groups
+        if room is None or room < settings.groups_per_step:
+            raise ConfigError(f"the buffer's capacity_groups must be at least {settings.groups_per_step}, for a step; it is {room}")
+        self._buffer, self._settings, self._on_step = buffer, settings, on_step
+        self._timeline = Timeline()
+        self._weights = Weights(weights, self._timeline, settings.sync_timeout_s, settings.retries)
+        self._learners = Learners(learners, buffer, settings, self._timeline)
+        self._producers = Producers(
+            buffer,
+            rollouts,
+            rewards,
+            prompts,
+            settings,
+            self._timeline,
+            group_size=asked.group_size,
+            first=first_group,
+            limited=self.limited,
+        )
+        self._step = first_step
+        self._stop = False
+        self._has_begun = self._is_closed = False
+
+    @property
+    def step(self) -> int:
+        """The number of the next step."""
+        return self._step
+
+    def run(self, steps: int) -> LoopReport:
+        """Does so many steps, or fewer if `stop` is called. May be called again to go on.
+
+        Raises:
+            StoreError: the loop, or its buffer, is closed.
+            WeightSyncError: weights could not be sent, `retries` times one after the other.
+            GetTimeoutError: a learner has not answered in time.
+            ray.exceptions.RayError: a learner has failed or died; rollout workers, or rewards, have failed too often, or are all gone. What the
+                step had is for whoever takes that step again.
+        """
+        if self._is_closed:
+            raise StoreError("the loop is closed")
+        if not self._has_begun:
+            self._weights.begin()
+            self._producers.start()
+            self._has_begun = True
+        report, begin = LoopReport(), self._timeline.now_s
+        before = self._counts()
+        self._stop = False
+        try:
+            while len(report.steps) < steps and not self._stop:
+                done = self._do(self._step)
+                if done is None:
+                    break
+                report.steps.append(done)
+                self._step += 1
+                if self._on_step is not None:
+                    self._on_step(done)
+        finally:
+            after = self._counts()
+            after.subtract(before)
+            report.seconds = self._timeline.now_s - begin
+            report.stalls = {name: after[name] for name in ("samples", "weights", "room")}
+            report.skipped, report.failures = int(after["skipped"]), int(after["failures"])
+            report.pauses_s = self._weights.pauses_s[int(before["versions"]) :]
+            report.timeline = [span for span in self._timeline.spans if span.end_s > begin]
+        return report
+
+    def stop(self) -> None:
+        """`run` ends after the present step. From any thread."""
+        self._stop = True
+
+    def close(self) -> None:
+        """Ends what is under way: groups that are not done are given back, and the last weights are with all engines. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._has_begun:
+            self._producers.stop()
+            self._weights.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- within
+
+    @abstractmethod
+    def _do(self, step: int) -> StepReport | None:
+        """One step. None: there is nothing to learn from any more."""
+
+    def _take(self, step: int) -> list[Share] | None:
+        """Waits for samples; None if no more come, or `stop` was called."""
+        begin = self._timeline.now_s
+        try:
+            while not self._stop:
+                self._producers.check()
+                if (shares := self._learners.take(step, self._weights.version, _LOOK_S)) is not None:
+                    return shares if len(shares[0]) else None
+                self._meanwhile()
+            return None
+        finally:
+            self._timeline.stalled("samples", self._timeline.now_s - begin)
+
+    @abstractmethod
+    def _meanwhile(self) -> None:
+        """What is looked after while there are no samples."""
+
+    def _learn(self, step: int, shares: list[Share], waited: dict) -> StepReport:
+        version, begin = self._weights.version, self._timeline.now_s
+        ages = Counter(int(age) for share in shares for age in share.ages)
+        queued = self._buffer.stats()["groups_queued"]
+        said = self._learners.update(shares)
+        update_s = self._timeline.now_s - begin
+        self._weights.trained()
+        return StepReport(step, version, shares[0].samples, dict(sorted(ages.items())), queued, update_s, waited, said)
+
+    def _counts(self) -> Counter:
+        failures = self._weights.failures + self._producers.failures
+        numbers = {"skipped": self._weights.skipped, "failures": failures, "versions": len(self._weights.pauses_s)}
+        return Counter({**self._timeline.stalls, **numbers})

@@ -1,0 +1,83 @@
+"""`Weights`: the versions that a loop's learner makes, on their way to the rollout workers' engines, one at a time."""
+
+from __future__ import annotations
+
+import logging
+
+import ray
+
+from mooncake_ray.errors import WeightSyncError
+from mooncake_ray.loops.metrics import Timeline
+from mooncake_ray.sync.group import WeightSyncGroup
+
+__all__ = ["Weights"]
+
+logger = logging.getLogger("mooncake_ray")
+
+_GRACE_S = 10.0
+
+
+class Weights:
+    """Of one thread, the learner's. What it publishes is read from the learners meanwhile, so it is only called between their steps."""
+
+    def __init__(self, group: WeightSyncGroup, timeline: Timeline, timeout_s: float, retries: int) -> None:
+        self._group, self._timeline, self._timeout_s, self._retries = group, timeline, timeout_s, retries
+        self.version = -1
+        """That the learners have now."""
+        self.pauses_s: list[float] = []
+        self.skipped = self.failures = 0
+        self._published = -1
+        self._under_way: tuple[ray.ObjectRef, int, float] | None = None
+        self._failed = 0  # one after the other
+
+    def begin(self) -> None:
+        """Publishes what the learners have now as the group's next version, and brings all engines to it."""
+        self.version = max(self._group.status().version, self._published, self.version) + 1
+        self._send()
+        self.wait()
+
+    def trained(self) -> None:
+        """The learners have made the next version."""
+        self.version += 1
+
+    def send_if_idle(self) -> None:
+        """Sends the learners' version, unless engines have it or another one is still on its way to them.
+
+        Raises:
+            WeightSyncError: it has failed too often.
+        """
+        if self._under_way is not None and ray.wait([self._under_way[0]], timeout=0, fetch_local=False)[0]:
+            self._end()
+        if self._under_way is None and self.version > self._published:
+            self._send()
+
+    def wait(self) -> None:
+        """Until all engines have the last version that was sent; if that fails, it is sent again."""
+        while self._under_way is not None:
+            self._end()
+            if self.version > self._published:
+                self._send()
+
+    def _send(self) -> None:
+        self.skipped += max(0, self.version - self._published - 1) if self._published >= 0 else 0
+        with self._timeline.span("weights", "publish"):
+            self._group.publish(self.version, timeout_s=self._timeout_s)
+        self._published = self.version
+        self._under_way = (self._group.async_sync(self.version, timeout_s=self._timeout_s), self.version, self._timeline.now_s)
+
+    def _end(self) -> None:
+        ref, version, begin = self._under_way
+        try:
+            report = ray.get(ref, timeout=self._timeout_s + _GRACE_S)
+        except (ray.exceptions.RayError, WeightSyncError) as e:
+            self._failed += 1
+            self.failures += 1
+            if self._failed > self._retries:
+                raise
+            logger.warning("mooncake_ray: version %d of the weights is not with the engines, and the next one will be sent: %s", version, e)
+        else:
+            self._failed = 0
+            self.pauses_s.append(report.pause_s)
+        finally:
+            self._under_way = None
+            self._timeline.add("weights", f"version {version}", begin)
