@@ -141,7 +141,11 @@ class Loop(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        elif not self._is_closed:  # weights that could not be sent would hide what the block raised
+            self._is_closed = True
+            self._producers.stop()
 
     # ---- within
 

@@ -121,8 +121,13 @@ class Producers:
 
     def _give(self) -> None:
         while (worker := self._free_worker()) is not None:
-            if (ticket := self._ticket()) is not None:
+            if (ticket := self._ticket()) is None:
+                continue
+            try:
                 self._call(worker, ticket)
+            except BaseException:  # of the user's `prompts`
+                self._give_back(ticket)
+                raise
 
     def _free_worker(self) -> int | None:
         """Waits for one, that which has least to do. None: it shall end."""
