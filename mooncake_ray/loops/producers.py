@@ -215,7 +215,7 @@ class Producers:
             del self._calls[ref]
             if not alive:
                 self.failures += 1
-                self._revivals.setdefault(call.worker, [actor.__ray_ready__.remote() for actor in self._of(call.worker)])
+                self._revivals.setdefault(call.worker, self._ready(call.worker))
             self._changed.notify_all()
 
     def _put(self, ticket: Ticket, rolled: Rolled) -> None:
@@ -249,6 +249,9 @@ class Producers:
                 continue
             try:
                 ray.get(refs, timeout=_JOIN_S)
+            except ray.exceptions.ActorUnavailableError:  # it is being started again
+                self._revivals[worker] = self._ready(worker)
+                continue
             except ray.exceptions.RayActorError as e:
                 logger.warning("mooncake_ray: rollout worker %d, or its reward, is gone for good: %s", worker, e)
                 self._gone.add(worker)
@@ -257,6 +260,9 @@ class Producers:
             with self._changed:
                 del self._revivals[worker]
                 self._changed.notify_all()
+
+    def _ready(self, worker: int) -> list[ray.ObjectRef]:
+        return [actor.__ray_ready__.remote() for actor in self._of(worker)]
 
     def _end_late_calls(self) -> None:
         """Workers that do not answer are killed; Ray starts again those that may be."""
