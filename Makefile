@@ -110,6 +110,7 @@ bench: $(BENCH_STAMP) ## All benchmarks, against Ray's own store and others, as 
 	$(BIN)/python -m bench plan
 	$(BIN)/python -m bench delta
 	$(BIN)/python -m bench sync
+	$(BIN)/python -m bench async_loop
 	$(BIN)/python -m bench serve
 	$(BIN)/python -m bench engine_update
 

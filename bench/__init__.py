@@ -14,6 +14,7 @@ BENCHES = {
     "fanout": "one object to one reader, and to eight on four nodes, over shaped links",
     "sync": "a new version of a model from four trainer hosts to four engine hosts: broadcast as usual, ours, and what the links need",
     "engine_update": "new weights for real vLLM and SGLang: by the pool, and by their own ways; seconds, and seconds paused",
+    "async_loop": "a job in which accelerators sleep, synchronously and asynchronously, and on Ray's store: samples per second, utilisation",
     "delta": "what a step of Adam changes of bfloat16 weights: bytes, making and applying, against xor+zstd, COO and dense",
     "serve": "64 readers of a version of 200 MB over HTTP: the endpoint, nginx; bytes per second",
     "spill": "a working set of four times the store: put all of it, then get all of it",

@@ -22,7 +22,7 @@ class Result:
     best: float
     runs: int
     extra: dict[str, Any] = field(default_factory=dict)
-    unit: str = "s"  # or "bytes", or "bytes/s"
+    unit: str = "s"  # or "bytes", "bytes/s", "samples/s", "fraction"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Target:
 
 
 def summarize(bench: str, case: str, subject: str, values: Sequence[float], extra: dict[str, Any] | None = None, unit: str = "s") -> Result:
-    best = max(values) if unit.endswith("/s") else min(values)
+    best = max(values) if unit.endswith("/s") or unit == "fraction" else min(values)
     return Result(bench, case, subject, median(values), best, len(values), extra or {}, unit)
 
 
@@ -96,7 +96,7 @@ def quantity(value: float, unit: str) -> str:
     if unit == "s":
         return duration(value)
     for prefix, scale in (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10)):
-        if abs(value) >= scale:
+        if abs(value) >= scale and "bytes" in unit:
             return f"{_digits(value / scale)} {unit.replace('bytes', prefix + 'B')}"
     return f"{_digits(value)} {unit}"
 
