@@ -73,6 +73,7 @@ class Loop(ABC):
             prompts,
             settings,
             self._timeline,
+            self._weights.are_everywhere,
             group_size=asked.group_size,
             first=first_group,
             limited=self.limited,

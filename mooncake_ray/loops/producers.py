@@ -50,6 +50,7 @@ class Producers:
         prompts: Callable[[int], Any],
         settings: LoopSettings,
         timeline: Timeline,
+        can_sample: Callable[[], bool],
         *,
         group_size: int,
         first: int = 0,
@@ -58,13 +59,14 @@ class Producers:
         """
         Args:
             prompts: What the n-th group is made from. Called in one thread, in order, and again for a group that is begun again.
+            can_sample: Whether all workers' engines have weights. Those that Ray has started again wait for it.
             first: The number of the first group.
             limited: They make only as many groups as `ask_for` has said, all together.
         """
         if not workers:
             raise ConfigError("a loop needs at least one rollout worker")
         self._buffer, self._settings, self._timeline = buffer, settings, timeline
-        self._workers, self._rewards, self._prompts = list(workers), list(rewards), prompts
+        self._workers, self._rewards, self._prompts, self._can_sample = list(workers), list(rewards), prompts, can_sample
         self._group_size = group_size
         self._next, self._asked = first, first if limited else None
         self._changed = threading.Condition()
@@ -257,6 +259,8 @@ class Producers:
                 self._gone.add(worker)
                 if len(self._gone) == len(self._workers):
                     raise
+            if worker not in self._gone and not self._can_sample():
+                continue
             with self._changed:
                 del self._revivals[worker]
                 self._changed.notify_all()

@@ -36,6 +36,14 @@ class Weights:
         self._send()
         self.wait()
 
+    def are_everywhere(self) -> bool:
+        """Whether there is no engine without weights: one that has joined again gets the group's version by itself. Of any thread."""
+        try:
+            return all(version >= 0 for version in self._group.versions().values())
+        except (ray.exceptions.RayError, WeightSyncError) as e:
+            logger.warning("mooncake_ray: whether all engines have weights is not known now: %s", e)
+            return False
+
     def trained(self) -> None:
         """The learners have made the next version."""
         self.version += 1

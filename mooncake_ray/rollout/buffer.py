@@ -14,6 +14,7 @@ Batches stay where they were stored; what goes through the buffer are refs.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mooncake_ray.errors import ConfigError, GetTimeoutError, SchemaError, StoreFullError
 from mooncake_ray.objects.answers import answer
@@ -29,14 +29,16 @@ from mooncake_ray.objects.batch_ref import BatchRef
 from mooncake_ray.objects.batches import put_batch
 from mooncake_ray.objects.processes import this_process
 from mooncake_ray.objects.renewals import keep
-from mooncake_ray.rollout.buffer_actor import LONGEST_WAIT_S, BufferActor
+from mooncake_ray.rollout.buffer_actor import LONGEST_WAIT_S
 from mooncake_ray.rollout.group import Parcel
 from mooncake_ray.rollout.lent import Share, Ticket
 from mooncake_ray.rollout.records import Brought, NoRoom, Want
 from mooncake_ray.rollout.replay import Draw
+from mooncake_ray.rollout.saving import Saved, save
 from mooncake_ray.rollout.settings import BufferSettings
+from mooncake_ray.rollout.snapshots import BufferSnapshots
 from mooncake_ray.rollout.spans import NO_VERSION, VersionSpans
-from mooncake_ray.rollout.vault import Vault
+from mooncake_ray.rollout.starting import start
 
 __all__ = ["RolloutBuffer"]
 
@@ -63,38 +65,36 @@ class RolloutBuffer:
         self._actor, self._vault = actor, vault
 
     @classmethod
-    def create(cls, name: str, *, namespace: str | None = None, detached: bool = False, **settings: Any) -> RolloutBuffer:
+    def create(
+        cls,
+        name: str,
+        *,
+        namespace: str | None = None,
+        detached: bool = False,
+        restore: str | os.PathLike[str] | None = None,
+        restore_version: int | None = None,
+        **settings: Any,
+    ) -> RolloutBuffer:
         """Starts a buffer on this node. It lives as long as a handle of it, or with `detached` until `shutdown`.
 
         Args:
             name: By which others connect to it.
             namespace: Ray's.
-            settings: See `BufferSettings`.
+            restore: The folder of a snapshot (see `save`) that it goes on from, on this node or shared. Samples are bit for bit what they were.
+            restore_version: Of the snapshot. Default: the newest.
+            settings: See `BufferSettings`. Of a snapshot's, `group_size` has to be the same; the others hold from now on.
 
         Raises:
-            ConfigError: the name is taken, or a setting is wrong.
+            ConfigError: the name is taken, a setting is wrong, or the snapshot's groups are of another size.
+            SnapshotNotFoundError: there is no such snapshot.
+            SnapshotError, CorruptBlockError, ChecksumError: it is of another format, or damaged. Says what, and where.
+            StoreFullError: its samples do not fit into the pool.
         """
         try:
             chosen = BufferSettings(**settings)
         except TypeError as e:
             raise ConfigError(f"a buffer has no such setting: {e}") from None
-        context = ray.get_runtime_context()
-        here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
-        options = {
-            "num_cpus": 0,
-            "namespace": (namespace := namespace or context.namespace),
-            "lifetime": "detached" if detached else None,
-            "scheduling_strategy": here,
-        }
-        try:
-            vault = ray.remote(Vault).options(name=f"{name}:vault", **options).remote()
-            actor = (
-                ray.remote(BufferActor)
-                .options(name=name, max_restarts=-1, max_concurrency=10_000, **options)
-                .remote(name, namespace, chosen)
-            )
-        except ValueError as e:
-            raise ConfigError(f"a buffer {name!r} cannot be created: {e}") from e
+        actor, vault = start(name, namespace, detached, chosen, restore, restore_version)
         return cls(actor, vault, name, chosen.lease_s)
 
     @classmethod
@@ -266,6 +266,32 @@ class RolloutBuffer:
     def rewind(self, step: int) -> int:
         """The learner begins again with that step, from weights that it had before: see `Consumption.rewind`."""
         return self._call("do", "consumption", "rewind", step)
+
+    # ---- disk
+
+    def save(self, folder: str | os.PathLike[str], version: int, *, keep: int = 2, fsync: bool = True, timeout_s: float = 3600.0) -> Saved:
+        """Writes all of it as it is at one moment into a folder, from which `create(…, restore=folder)` goes on. The buffer goes on meanwhile.
+
+        Kept are the groups that are queued, parked or in the replay, which steps were committed, and all numbers. For groups that somebody has,
+        the snapshot is as if they were given back: what is being made waits for whoever resumes it, with the samples that have come; a step
+        that is not committed may be asked for again. Filters and other settings are not kept. A death at any time leaves the snapshots of
+        before whole, and this one whole or not there.
+
+        Args:
+            folder: On the buffer's node, or shared. Several versions are in it, each in a folder of its own: see `BufferSnapshots`.
+            version: Larger than those that are there: that of the model's checkpoint that it belongs to, say.
+            keep: So many of the newest versions stay.
+            fsync: It outlives a crash of the machine, too.
+            timeout_s: Seconds for all of it.
+
+        Raises:
+            StaleVersionError: this version, or a newer one, is there already.
+            SnapshotError: samples or tags have what cannot be kept, Ray's handles say.
+            ObjectLostError: samples were lost meanwhile. It may be tried again.
+            OSError: the disk is full, or fails.
+        """
+        snapshots = BufferSnapshots(os.path.abspath(folder), keep=keep, fsync=fsync)
+        return save(self._call("moment"), snapshots, version, timeout_s)
 
     # ---- looking
 

@@ -21,6 +21,7 @@ from mooncake_ray.rollout.answers import GivenShare, GivenWork, Piece
 from mooncake_ray.rollout.group import Parcel, Rows
 from mooncake_ray.rollout.ledger import Ledger
 from mooncake_ray.rollout.records import Brought, NoRoom, Want
+from mooncake_ray.rollout.saving import Moment
 from mooncake_ray.rollout.settings import BufferSettings
 from mooncake_ray.rollout.vault import Kept, Memory
 
@@ -118,7 +119,21 @@ class BufferActor:
         ages = self._ledger.consumption.staleness
         return self._ledger.stats() | {"staleness": [ages.get(age, 0) for age in range(max(ages, default=-1) + 1)]}
 
+    async def moment(self) -> Moment:
+        """All as it is now, once the vault has it."""
+        self._watch_from_now_on()
+        ledger = ray.cloudpickle.dumps(self._ledger)  # filters may be of the driver's own module
+        refs = {
+            name: ref for name in self._ledger.stock.holdings if (ref := self._ref(name)) is not None
+        }  # what is retired meanwhile stays
+        await self._remembered()
+        refs = {name: self._parcels[name].ref if name in self._parcels else ref for name, ref in refs.items()}
+        return Moment(ledger, refs, ray.get_runtime_context().get_node_id())
+
     # ---- within
+
+    def _ref(self, parcel: str) -> BatchRef | None:
+        return self._parcels[parcel].ref if parcel in self._parcels else self._arriving.get(parcel)
 
     def _part(self, name: str) -> Any:
         return self._ledger if name == "ledger" else getattr(self._ledger, name)
@@ -190,7 +205,7 @@ class BufferActor:
             self._do("ledger", "lost", list(failed))
         if self._journal >= _ENTRIES and not self._entries:
             journal, self._journal = self._journal, 0
-            await self._vault.checkpoint.remote(pickle.dumps(self._ledger), journal)
+            await self._vault.checkpoint.remote(ray.cloudpickle.dumps(self._ledger), journal)
 
     def _pieces(self, rows: Sequence[Rows]) -> list[Piece]:
         return [(self._parcels[name].ref, numbers) for name, numbers in rows]

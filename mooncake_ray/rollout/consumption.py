@@ -34,9 +34,10 @@ class Consumption:
         self.replay = Replay(stock.settings.replay_bytes)
         self.staleness: dict[int, int] = {}
         """How many groups were learned from, by how many versions old their oldest token was."""
+        self.last_attempt = 0
+        self.committed: OrderedDict[int, int] = OrderedDict()
+        """Steps, with how many samples. The last one was committed last."""
         self._taken: dict[int, _Taken] = {}
-        self._last_attempt = 0
-        self._committed: OrderedDict[int, int] = OrderedDict()  # steps, with how many samples
 
     def take(self, step: int, version: int, want: Want, consumer: str, now: float) -> Draft | None:
         """What a step learns from. Asked again, the same; until it is committed or given up.
@@ -51,7 +52,7 @@ class Consumption:
             ConfigError: the step was asked for otherwise before.
             StaleVersionError: it is committed; or weights of a newer version are trained.
         """
-        if step in self._committed:
+        if step in self.committed:
             raise StaleVersionError(f"step {step} is committed: what it learned from is not given again")
         if (taken := self._taken.get(step)) is not None:
             if (taken.want, taken.draft.version) != (want, version):
@@ -67,15 +68,15 @@ class Consumption:
             return None
         if not fresh:
             return Draft(step, version, 0, ())
-        self._last_attempt += 1
+        self.last_attempt += 1
         for group in fresh:
             self._stock.queue.remove(group)
         least = None if want.replay_staleness is None else version - want.replay_staleness
-        random = np.random.default_rng([self._stock.settings.seed, self._last_attempt])
+        random = np.random.default_rng([self._stock.settings.seed, self.last_attempt])
         replayed = self.replay.draw(want.replay, want.draw, random, least=least) if want.replay else []
         for group in replayed:
             self._stock.holdings.hold(group)
-        draft = Draft(step, version, self._last_attempt, tuple(fresh), tuple(replayed))
+        draft = Draft(step, version, self.last_attempt, tuple(fresh), tuple(replayed))
         self._taken[step] = _Taken(draft, want, now + self._stock.settings.lease_s, {consumer})
         return draft
 
@@ -88,8 +89,8 @@ class Consumption:
         Raises:
             LeaseLostError: what the step had may have been given to others: it is unknown, was given up, or some of it was lost.
         """
-        if step in self._committed:
-            return self._committed[step]
+        if step in self.committed:
+            return self.committed[step]
         draft = self._of(step, attempt).draft
         del self._taken[step]
         for group in draft.fresh:
@@ -106,7 +107,7 @@ class Consumption:
         self._stock.totals.groups_replayed += len(draft.replayed)
         self._stock.totals.samples_trained += draft.samples
         self._stock.totals.tokens_trained += sum(int(group.tokens.sum()) for group in draft.groups)
-        remember(self._committed, step, draft.samples)
+        remember(self.committed, step, draft.samples)
         return draft.samples
 
     def give_up(self, step: int, attempt: int) -> None:
@@ -115,7 +116,7 @@ class Consumption:
         Raises:
             StaleVersionError: it is committed.
         """
-        if step in self._committed:
+        if step in self.committed:
             raise StaleVersionError(f"step {step} is committed")
         if (draft := self.draft(step)) is not None and draft.attempt == attempt:
             self.put_back(step)
@@ -125,10 +126,14 @@ class Consumption:
         steps that were committed are forgotten; their groups are not given again."""
         for taken in [taken for taken in self._taken if taken >= step]:
             self.put_back(taken)
-        forgotten = [committed for committed in self._committed if committed >= step]
+        forgotten = [committed for committed in self.committed if committed >= step]
         for committed in forgotten:
-            del self._committed[committed]
+            del self.committed[committed]
         return len(forgotten)
+
+    def steps(self) -> list[int]:
+        """That have something, and are not committed."""
+        return list(self._taken)
 
     def overdue(self, now: float) -> list[int]:
         """Steps whose deadline has passed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from mooncake_ray.rollout.group import Group
 
@@ -22,6 +23,9 @@ class Holdings:
     def __len__(self) -> int:
         """Parcels."""
         return len(self._uses)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._uses))
 
     def hold(self, group: Group) -> None:
         self._uses.update(parcel for parcel, _ in group.rows)

@@ -57,6 +57,16 @@ class Ledger:
         self.stock.totals.leases_lost += len(tickets) + len(steps)
         return len(tickets) + len(steps)
 
+    def take_back(self) -> int:
+        """Takes back what producers and learners have, for a life in which none of them is there: groups that are being made wait for others,
+        with the samples that have come; those of steps that are not committed are in their place in the queue. A step keeps what has become
+        too old since it took it; the queue does not: these go as `stale` says. Returns how many."""
+        before = self.stock.totals.groups_stale
+        self.production.take_back()
+        for step in self.consumption.steps():
+            self.consumption.put_back(step)
+        return self.stock.totals.groups_stale - before
+
     def be_patient(self, now: float) -> None:
         """Gives whoever has a ticket or a step the whole time again."""
         self.production.be_patient(now)
@@ -81,7 +91,7 @@ class Ledger:
         return self.stock.holdings.retired()
 
     def stats(self) -> dict[str, int]:
-        """Numbers of now, and totals since the beginning."""
+        """Numbers of now, and totals since the beginning. `last_step` is the one that was committed last, -1 if none was."""
         now = {
             "version": self.stock.version,
             "groups_making": len(self.production),
@@ -90,6 +100,7 @@ class Ledger:
             "groups_taken": self.consumption.groups,
             "groups_in_replay": len(self.consumption.replay),
             "steps_taken": len(self.consumption),
+            "last_step": next(reversed(self.consumption.committed), -1),
             "bytes": self.stock.nbytes,
             "replay_bytes": self.consumption.replay.nbytes,
             "parcels": len(self.stock.holdings),

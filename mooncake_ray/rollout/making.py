@@ -28,18 +28,19 @@ class Making:
         """By uid: the samples that have come, of groups that are not whole."""
         self._tickets: dict[int, _Ticket] = {}
         self._ticket_of: dict[str, int] = {}
-        self._last = 0
+        self.last = 0
+        """The highest number of a ticket."""
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def open(self, producer: str, groups: Mapping[str, tuple[Group, Waiting | None]], deadline: float) -> int:
         """A ticket for groups by uid, of which nothing has come; some with what there was of them before."""
-        self._last += 1
-        self._tickets[self._last] = _Ticket(producer, deadline, {uid: backing for uid, (_, backing) in groups.items()})
+        self.last += 1
+        self._tickets[self.last] = _Ticket(producer, deadline, {uid: backing for uid, (_, backing) in groups.items()})
         self.groups.update({uid: group for uid, (group, _) in groups.items()})
-        self._ticket_of.update(dict.fromkeys(groups, self._last))
-        return self._last
+        self._ticket_of.update(dict.fromkeys(groups, self.last))
+        return self.last
 
     def renewed(self, ticket: int, deadline: float) -> bool:
         """Whether it has not ended."""
@@ -85,6 +86,10 @@ class Making:
 
     def tickets_of(self, producer: str) -> list[int]:
         return [number for number, ticket in self._tickets.items() if ticket.producer == producer]
+
+    def tickets(self) -> list[int]:
+        """Those that have not ended."""
+        return list(self._tickets)
 
     def producers(self) -> set[str]:
         """Those that have tickets."""

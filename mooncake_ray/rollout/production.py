@@ -155,6 +155,21 @@ class Production:
             self._unmake(uid, None)
             self._stock.remove(uid)
 
+    def take_back(self) -> None:
+        """Ends all tickets as `give_back` does, and forgets what calls were answered: whoever made them is not there any more."""
+        for ticket in self._making.tickets():
+            self.give_back(ticket)
+        self._operations.clear()
+
+    @property
+    def last_ticket(self) -> int:
+        """The highest number of one."""
+        return self._making.last
+
+    @last_ticket.setter
+    def last_ticket(self, number: int) -> None:
+        self._making.last = number
+
     def overdue(self, now: float) -> list[int]:
         """Tickets whose deadline has passed."""
         return self._making.overdue(now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -30,6 +30,10 @@ class Replay:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        """The one that was learned from first comes first."""
+        return iter(list(self._groups.values()))
 
     def add(self, group: Group) -> list[Group]:
         """Returns the groups that have to go for it: itself, if it is larger than all of the replay."""

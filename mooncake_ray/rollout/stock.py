@@ -53,8 +53,9 @@ class Stock:
         self.holdings = Holdings()
         self.nbytes = 0
         """Of all groups that were not learned from."""
+        self.last_group = 0
+        """The highest number of a group."""
         self._uids: set[str] = set()
-        self._last_group = 0
 
     @property
     def on_their_way(self) -> int:
@@ -64,8 +65,13 @@ class Stock:
     def new(self, uid: str) -> Group:
         """A group without samples, on its way from now on."""
         self._uids.add(uid)
-        self._last_group += 1
-        return Group(uid, self._last_group)
+        self.last_group += 1
+        return Group(uid, self.last_group)
+
+    def again(self, group: Group) -> None:
+        """A group that was on its way before, with what there is of it."""
+        self._uids.add(group.uid)
+        self.enter(group)
 
     def check_new(self, uids: Collection[str]) -> None:
         """

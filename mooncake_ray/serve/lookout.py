@@ -13,7 +13,8 @@ from mooncake_ray.serve.overview import StoredVersion, assemble
 from mooncake_ray.serve.overview_model import Overview, Pin, Shortfall
 from mooncake_ray.sync.group import WeightSyncGroup
 from mooncake_ray.sync.report import GroupStatus
-from mooncake_ray.weights.draft import MANIFEST, version_name
+from mooncake_ray.weights.draft import MANIFEST
+from mooncake_ray.weights.versions import version_name
 
 if TYPE_CHECKING:
     from mooncake_ray.serve.desk import Desk

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,28 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from mooncake_ray.errors import PlanError, SnapshotError, StaleVersionError
+from mooncake_ray.errors import PlanError, SnapshotError
 from mooncake_ray.weights.boxes import meetings
 from mooncake_ray.weights.digest import content_digest
-from mooncake_ray.weights.files import Files, Lock
+from mooncake_ray.weights.files import Files
 from mooncake_ray.weights.manifest import BLOCK_BYTES, Manifest, Part, Region, few, sealed, unsealed
 from mooncake_ray.weights.placement import Placement
 from mooncake_ray.weights.publication import Publication
 from mooncake_ray.weights.shard import Shard, views
 from mooncake_ray.weights.tensor_file import Entry, bits, blocks, write
+from mooncake_ray.weights.versions import begun, named, unfinished_name, version_name
 
-__all__ = ["Draft", "key", "owned", "unfinished_name", "version_name"]
+__all__ = ["Draft", "key", "owned"]
 
 MANIFEST = "manifest.json"
-_TRIES = 100
-
-
-def version_name(version: int) -> str:
-    return f"version-{version:08d}"
-
-
-def unfinished_name(version: int, attempt: str) -> str:
-    return f"writing-{version:08d}-{attempt}"
 
 
 def key(meta_name: str, shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...]) -> str:
@@ -103,14 +93,7 @@ class Draft:
         return self.directory / unfinished_name(self.version, self.attempt)
 
     def _open(self) -> None:
-        for _ in range(_TRIES):  # who cleans up may hold it for a moment, or take it away before it is ours
-            with contextlib.suppress(FileExistsError):
-                self._files.make_directory(self.path)
-            self._lock = Lock.take(self.path)
-            if self._lock is not None:
-                return
-            time.sleep(0.01)
-        raise SnapshotError(f"{self.path} cannot be locked")
+        self._lock = begun(self._files, self.path)
 
     def save(self, shard: Shard, *, rank: str) -> int:
         """Writes the regions that a rank owns, once each, straight from its buffers. Returns bytes.
@@ -189,13 +172,7 @@ class Draft:
         manifest = Manifest(self.version, publication.digest, publication.metas, tuple(parts), dict(extra or {}))
         self._files.put(self.path / MANIFEST, [manifest.to_bytes()])
         self._files.sync_directory(self.path)
-        try:
-            self._files.rename(self.path, self.directory / version_name(self.version))
-        except OSError as e:
-            if (self.directory / version_name(self.version)).exists():
-                raise StaleVersionError(f"there is a snapshot of version {self.version} already in {self.directory}") from e
-            raise
-        self._files.sync_directory(self.directory)
+        named(self._files, self.path, self.version)
         for part in parts:
             self._files.remove((self.directory / version_name(self.version) / part.file).with_suffix(".json"))
         self.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mooncake_ray.errors import ConfigError, CorruptBlockError
-from mooncake_ray.weights.draft import MANIFEST, version_name
+from mooncake_ray.weights.draft import MANIFEST
 from mooncake_ray.weights.file_source import Directory
 from mooncake_ray.weights.files import Lock
 from mooncake_ray.weights.manifest import Manifest
@@ -18,6 +18,7 @@ from mooncake_ray.weights.meta import ITEMSIZE
 from mooncake_ray.weights.placement import Fragment
 from mooncake_ray.weights.shard import Shard
 from mooncake_ray.weights.stored import Loaded, Stored, buffer_name, fragments, stretch
+from mooncake_ray.weights.versions import version_name
 
 __all__ = ["FetchedSnapshot", "Snapshot", "SnapshotSource"]
 

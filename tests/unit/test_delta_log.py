@@ -16,7 +16,8 @@ import torch
 from disk_models import bits, filled, is_held, layouts, models, same, shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_snapshot_crashes import Mortal, one_thread  # noqa: F401  (a fixture)
+from mortal_files import Mortal
+from test_snapshot_crashes import one_thread  # noqa: F401  (a fixture)
 
 from mooncake_ray.errors import (
     ChecksumError,

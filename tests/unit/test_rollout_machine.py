@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections import Counter
 
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollout_parcels import parcel
 
 from mooncake_ray.errors import LeaseLostError
+from mooncake_ray.rollout.books import Books as Kept
 from mooncake_ray.rollout.ledger import Ledger
 from mooncake_ray.rollout.records import NoRoom, Want
 from mooncake_ray.rollout.settings import BufferSettings
@@ -159,6 +161,17 @@ class Books(RuleBasedStateMachine):
         self.ledger = pickle.loads(pickle.dumps(self.ledger))
         for step in self.drafts:
             self.drafts[step] = self._same(step)
+
+    @rule()
+    def a_snapshot_takes_over(self):
+        """Nobody of the life before is there any more."""
+        self.ledger.take_back()
+        plain = json.dumps(Kept.of(self.ledger).to_json())
+        before, self.ledger = self.ledger.stats(), Kept.from_json(json.loads(plain)).ledger(self.settings)
+        assert self.ledger.stats() == before
+        assert json.dumps(Kept.of(self.ledger).to_json()) == plain
+        self.tickets, self.drafts = {}, {}
+        self.parcels &= set(self.ledger.stock.holdings)
 
     def _same(self, step):
         taken = self.ledger.consumption._taken.get(step)
