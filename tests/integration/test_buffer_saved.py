@@ -79,9 +79,9 @@ def test_it_goes_on(make, pool_ray, tmp_path):
         ("g6", "orphaned", [6]),
         ("g7", "orphaned", None),
     ]
-    resumed.put(rows(["g6", "g7", "g7"]), uids=["g6", "g7", "g7"], version=3, tokens=[7] * 3, tags={"reward": np.ones(3)})
+    resumed.put(rows(names(6, 8)), uids=names(6, 8), version=3, tokens=[7] * 4, tags={"reward": np.ones(4)})
     ray.kill(again._actor, no_restart=False)  # what was restored is what its vault remembers, too
-    assert read(again.take(2, 4, 5)) == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+    assert read(again.take(2, 4, 5, timeout_s=200)) == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
     assert again.stats()["tokens_trained"] == 7 * 2 * 5
     assert again.save(tmp_path / "buffer", 4).groups_queued == 5
     assert list(BufferSnapshots(tmp_path / "buffer").versions()) == [3, 4]
