@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 , := ,
 BENCH_STAMP := $(VENV)/.bench-ready
 
-.PHONY: help setup demo test unit-test program-test integration-test test-all test-ecosystem test-engines test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights soak cluster clean
+.PHONY: help setup demo test unit-test program-test integration-test test-all test-ecosystem test-engines test-long oracle native-test rdma-test rdma-two-guests lint bench-setup bench stress chaos chaos-weights chaos-loops soak cluster clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -122,6 +122,9 @@ chaos: $(STAMP) ## Four nodes: cut links, kill nodes, brokers and services at ra
 
 chaos-weights: $(STAMP) ## The same for a group that syncs weights: trainers, engines and the coordinator die (SECONDS=120)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress weights --seconds $(or $(SECONDS),120)
+
+chaos-loops: $(STAMP) ## The same for an asynchronous loop: rollout workers, learners, the buffer and nodes die (SECONDS=600)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress loops --seconds $(or $(SECONDS),600)
 
 soak: $(STAMP) ## A steady load, under which no process may grow (MINUTES=30)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m stress soak --minutes $(or $(MINUTES),30)

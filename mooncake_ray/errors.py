@@ -27,6 +27,7 @@
     │  ├─ SyncAbortedError                    an update ended before it was whole; what was served before is served on
     │  └─ SnapshotError                       a snapshot is not whole, or not what is asked of it; what was there before is there still
     │     └─ SnapshotNotFoundError (FileNotFoundError)  there is no snapshot of that version, or none at all
+    ├─ LearnerLostError                       a learner rank of a loop died, does not answer, or lost what it was to learn from
     ├─ SchemaError (TypeError)                fields of a batch disagree
     └─ ConfigError (ValueError)               a setting is out of range, or two settings exclude each other
 
@@ -45,6 +46,7 @@ __all__ = [
     "EnginePausedError",
     "EnginePoisonedError",
     "GetTimeoutError",
+    "LearnerLostError",
     "LeaseLostError",
     "MooncakeRayError",
     "ObjectExistsError",
@@ -197,6 +199,11 @@ class SnapshotNotFoundError(SnapshotError, FileNotFoundError):
 
     # OSError shows errno and strerror; these messages are sentences.
     __str__ = Exception.__str__
+
+
+class LearnerLostError(MooncakeRayError):
+    """A learner rank of a loop died, does not answer, or lost what it was to learn from: what the ranks have is of no step. The cause says
+    which."""
 
 
 class SchemaError(MooncakeRayError, TypeError):

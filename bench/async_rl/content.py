@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,21 +22,25 @@ class Source:
 
     def __init__(self, job: Job, seed: int) -> None:
         self._job = job
-        most = job.group_size * 20_480
+        most = job.group_size * job.longest
         rng = np.random.default_rng(seed)
         self._tokens = rng.integers(0, _VOCABULARY, most, dtype=np.int32)
         self._log_probs = -rng.exponential(0.5, most).astype(np.float32)
         self._mask = np.ones(most, np.uint8)
-        self._routed = rng.integers(0, 128, (most, job.routed_bytes), dtype=np.uint8)
+        self._routed = rng.integers(0, 128, (most, job.routed), dtype=np.uint8)
 
     def columns(self, lengths: np.ndarray) -> dict[str, Any]:
         """Typed ragged columns of all samples of a group; views."""
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
         total = int(lengths.sum())
         flat = {"tokens": self._tokens, "log_probs": self._log_probs, "mask": self._mask}
-        if self._job.routed_bytes:
+        if self._job.routed:
             flat["routed_experts"] = self._routed
         return {name: Ragged(torch.from_numpy(values[:total]), offsets) for name, values in flat.items()}
+
+    @cached_property
+    def _routed_in_miles(self) -> np.ndarray:
+        return self._routed.astype(np.int32)
 
     def samples(self, lengths: np.ndarray) -> list[dict[str, Any]]:
         """The same as Miles has it: a sample each, with lists; only what experts tokens went to is an array."""
@@ -47,8 +52,8 @@ class Source:
                 "log_probs": self._log_probs[begin:end].tolist(),
                 "mask": self._mask[begin:end].tolist(),
             }
-            if self._job.routed_bytes:
-                sample["routed_experts"] = self._routed[begin:end]
+            if self._job.routed:
+                sample["routed_experts"] = self._routed_in_miles[begin:end]
             out.append(sample)
         return out
 

@@ -13,6 +13,8 @@ from bench.async_rl.job import Job
 
 __all__ = ["PoolJob"]
 
+_MICRO_BATCH = 16  # samples that a learner rank copies at once
+
 
 def _model(job: Job) -> torch.nn.Module:
     module = torch.nn.Module()
@@ -50,7 +52,7 @@ class Learner:
 
     def update(self, batch: Any, task: Any) -> dict[str, float]:
         begin = time.perf_counter()
-        tokens = self.device.load(batch.get())
+        tokens = sum(self.device.load(batch[first : first + _MICRO_BATCH].get()) for first in range(0, len(batch), _MICRO_BATCH))
         data_s = time.perf_counter() - begin
         busy = self.job.learn_time(tokens)
         time.sleep(busy)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ logger = logging.getLogger("mooncake_ray")
 
 _LOOK_S = 0.25  # between looks whether it shall end
 _JOIN_S = 30.0
+_PORTERS = 4
 
 Actor = ray.actor.ActorHandle
 Lost = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.WorkerCrashedError, ObjectLostError)
@@ -35,12 +37,14 @@ Lost = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.except
 class _Call:
     worker: int
     ticket: Ticket
+    uids: tuple[str, ...]
+    """Those of the ticket's groups that this call makes."""
     begin_s: float
     deadline: float
 
 
 class Producers:
-    """Two threads: one gives workers something to do, the other brings what they have made into the buffer. They see refs only."""
+    """One thread gives workers something to do, and others bring what they have made into the buffer. They see refs only."""
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class Producers:
         self._error: BaseException | None = None
         self._ending = False
         self._threads: list[threading.Thread] = []
+        self._porters = ThreadPoolExecutor(_PORTERS, "mooncake_ray.loop.bring")
+        self._arriving = 0  # calls that have ended, and what they have made is on its way into the buffer
         self.failures = 0
 
     @property
@@ -88,7 +94,8 @@ class Producers:
     def is_idle(self) -> bool:
         """Whether all that they were asked for is made."""
         with self._changed:
-            return not self._calls and not self._revivals and self._asked is not None and self._next >= self._asked
+            nothing_comes = not (self._calls or self._arriving or self._revivals)
+            return nothing_comes and self._asked is not None and self._next >= self._asked
 
     def start(self) -> None:
         for target in (self._give, self._bring):
@@ -114,67 +121,74 @@ class Producers:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(_JOIN_S)
+        self._porters.shutdown()
         calls, self._calls = self._calls, {}
         for ref, call in calls.items():
             ray.cancel(ref, recursive=False)
-            self._give_back(call.ticket)
+            self._give_back(call.ticket, call.uids)
 
     # ---- giving
 
     def _give(self) -> None:
-        while (worker := self._free_worker()) is not None:
-            if (ticket := self._ticket()) is None:
+        most = self._settings.groups_per_call
+        while (free := self._free()) is not None:
+            if (ticket := self._ticket(len(free) * most)) is None:
                 continue
-            try:
-                self._call(worker, ticket)
-            except BaseException:  # of the user's `prompts`
-                self._give_back(ticket)
-                raise
+            for worker, begin in zip(free, range(0, len(ticket.uids), most), strict=False):
+                try:
+                    self._call(worker, ticket, slice(begin, begin + most))
+                except BaseException:  # of the user's `prompts`
+                    self._give_back(ticket, ticket.uids[begin:])
+                    raise
 
-    def _free_worker(self) -> int | None:
-        """Waits for one, that which has least to do. None: it shall end."""
+    def _free(self) -> list[int] | None:
+        """Waits for workers that can get calls; each once for each call, those that have least to do first. None: it shall end."""
         with self._changed:
             while not self._ending:
                 busy = Counter(call.worker for call in self._calls.values())
                 alive = [worker for worker in range(len(self._workers)) if worker not in self._gone and worker not in self._revivals]
-                worker = min(alive, key=lambda worker: busy[worker], default=None)
-                if worker is not None and busy[worker] < self._settings.calls_per_worker:
-                    return worker
+                calls = [(n, worker) for worker in alive for n in range(busy[worker], self._settings.calls_per_worker)]
+                if calls:
+                    return [worker for _, worker in sorted(calls)]
                 self._changed.wait(_LOOK_S)
         return None
 
-    def _ticket(self) -> Ticket | None:
-        """For groups that somebody has begun, or else for new ones. None: not now."""
-        if (ticket := self._buffer.resume(self._settings.groups_per_call)) is not None:
+    def _ticket(self, most: int) -> Ticket | None:
+        """For groups that somebody has begun, or else for new ones, at most so many. None: not now."""
+        with self._changed:
+            left = most if self._asked is None else min(most, self._asked - self._next)
+        if left <= 0:
+            if (ticket := self._buffer.resume(most)) is None:
+                with self._changed:
+                    self._changed.wait(_LOOK_S)
             return ticket
-        with self._changed:
-            left = self._settings.groups_per_call if self._asked is None else self._asked - self._next
-            if left <= 0:
-                self._changed.wait(_LOOK_S)
-                return None
-        count = min(left, self._settings.groups_per_call)
+        few = min(left, self._settings.groups_per_call)
         begin = time.monotonic()
-        try:
-            ticket = self._buffer.reserve([self._uid(self._next + n) for n in range(count)], timeout_s=_LOOK_S)
-        except StoreFullError:
-            self._timeline.stalled("room", time.monotonic() - begin)
-            return None
-        with self._changed:
-            self._next += count
-        return ticket
+        for count, patience_s in ((left, 0.0), (few, _LOOK_S)):
+            try:
+                ticket = self._buffer.work([self._uid(self._next + n) for n in range(count)], timeout_s=patience_s)
+            except StoreFullError:
+                continue
+            if not ticket.works:
+                with self._changed:
+                    self._next += count
+            return ticket
+        self._timeline.stalled("room", time.monotonic() - begin)
+        return None
 
     def _uid(self, number: int) -> str:
         return f"{self._buffer.name}-{number}"
 
-    def _call(self, worker: int, ticket: Ticket) -> None:
-        numbers = [int(uid.rpartition("-")[2]) for uid in ticket.uids]
-        begun = tuple(work.ref for work in ticket.works) or (None,) * len(numbers)
-        task = RolloutTask(ticket.uids, tuple(self._prompts(n) for n in numbers), begun, self._group_size)
+    def _call(self, worker: int, ticket: Ticket, part: slice) -> None:
+        uids = ticket.uids[part]
+        numbers = [int(uid.rpartition("-")[2]) for uid in uids]
+        begun = tuple(work.ref for work in ticket.works[part]) or (None,) * len(uids)
+        task = RolloutTask(uids, tuple(self._prompts(n) for n in numbers), begun, self._group_size)
         rollout, *reward = self._of(worker)
         ref = rollout.generate.remote(task)
         for actor in reward:
             ref = actor.score.remote(ref)
-        call = _Call(worker, ticket, self._timeline.now_s, time.monotonic() + self._settings.generate_timeout_s)
+        call = _Call(worker, ticket, uids, self._timeline.now_s, time.monotonic() + self._settings.generate_timeout_s)
         with self._changed:
             self._calls[ref] = call
             self._changed.notify_all()
@@ -197,13 +211,42 @@ class Producers:
             self._look_after_the_dead()
 
     def _made(self, ref: ray.ObjectRef) -> None:
+        """The worker may get something else; what it has made is brought into the buffer meanwhile."""
         call = self._calls[ref]
-        alive = True
+        rolled, alive = None, True
         try:
-            self._put(call.ticket, ray.get(ref, timeout=_JOIN_S))
+            rolled = ray.get(ref, timeout=_JOIN_S)
         except Lost as e:
-            logger.warning("mooncake_ray: %s of rollout worker %d are made again: %s", list(call.ticket.uids), call.worker, e)
+            logger.warning("mooncake_ray: %s of rollout worker %d are made again: %s", list(call.uids), call.worker, e)
             alive = False
+        except (ray.exceptions.RayError, MooncakeRayError) as e:
+            self._failed(call, e)
+        self._timeline.add(f"rollout {call.worker}", "generate", call.begin_s)
+        with self._changed:
+            del self._calls[ref]
+            self._arriving += 1
+            if not alive:
+                self.failures += 1
+                self._revivals.setdefault(call.worker, self._ready(call.worker))
+            self._changed.notify_all()
+        self._porters.submit(self._guarded, lambda: self._arrived(call, rolled))
+
+    def _arrived(self, call: _Call, rolled: Rolled | None) -> None:
+        """None: nothing has."""
+        try:
+            if rolled is None or not self._put(call, rolled):
+                self._give_back(call.ticket, call.uids)
+        finally:
+            with self._changed:
+                self._arriving -= 1
+                self._changed.notify_all()
+
+    def _put(self, call: _Call, rolled: Rolled) -> bool:
+        """Whether all groups of the call are in the buffer."""
+        try:
+            return self._brought(call.ticket, rolled) == len(call.uids)
+        except Lost as e:
+            logger.warning("mooncake_ray: what rollout worker %d has made was lost: %s", call.worker, e)
         except LeaseLostError as e:  # others have them
             logger.warning("mooncake_ray: what rollout worker %d has made is not used: %s", call.worker, e)
         except StoreError:
@@ -211,38 +254,33 @@ class Producers:
                 raise
         except (ray.exceptions.RayError, MooncakeRayError) as e:
             self._failed(call, e)
-        self._give_back(call.ticket)
-        self._timeline.add(f"rollout {call.worker}", "generate", call.begin_s)
-        with self._changed:
-            del self._calls[ref]
-            if not alive:
-                self.failures += 1
-                self._revivals.setdefault(call.worker, self._ready(call.worker))
-            self._changed.notify_all()
+        return False
 
-    def _put(self, ticket: Ticket, rolled: Rolled) -> None:
+    def _brought(self, ticket: Ticket, rolled: Rolled) -> int:
+        """How many groups of the ticket have ended."""
         if not isinstance(rolled, Rolled):
             raise ConfigError(f"a rollout worker, or reward, answered with a {type(rolled).__name__}; expected a Rolled")
         if rolled.unfinished:
             part = rolled.take(rolled.rows_of(rolled.unfinished))
             ticket.park(part.batch, uids=list(part.uids), version=part.version)
-            rolled = rolled.take(rolled.rows_of(frozenset(rolled.uids) - rolled.unfinished))
-        if len(rolled.uids):
-            ticket.put(
-                rolled.batch,
-                uids=list(rolled.uids),
-                version=rolled.version,
-                tokens=rolled.tokens,
-                priority=rolled.priority,
-                tags=rolled.tags,
-            )
+            rolled, parked = rolled.take(rolled.rows_of(frozenset(rolled.uids) - rolled.unfinished)), len(rolled.unfinished)
+        else:
+            parked = 0
+        if not len(rolled.uids):
+            return parked
+        brought = ticket.put(
+            rolled.batch, uids=list(rolled.uids), version=rolled.version, tokens=rolled.tokens, priority=rolled.priority, tags=rolled.tags
+        )
+        return parked + brought.whole + brought.filtered
 
     def _failed(self, call: _Call, error: Exception) -> None:
-        self.failures += 1
-        self._failures.update(call.ticket.uids)
-        if max(self._failures[uid] for uid in call.ticket.uids) > self._settings.retries:
+        with self._changed:
+            self.failures += 1
+            self._failures.update(call.uids)
+            often = max(self._failures[uid] for uid in call.uids)
+        if often > self._settings.retries:
             raise error
-        logger.warning("mooncake_ray: %s are made again, as rollout worker %d has failed: %s", list(call.ticket.uids), call.worker, error)
+        logger.warning("mooncake_ray: %s are made again, as rollout worker %d has failed: %s", list(call.uids), call.worker, error)
 
     def _look_after_the_dead(self) -> None:
         """Those that Ray has started again get something to do; those that it will not are gone."""
@@ -280,11 +318,9 @@ class Producers:
                 )
                 ray.kill(self._workers[call.worker], no_restart=False)
 
-    def _give_back(self, ticket: Ticket) -> None:
-        if ticket.over:
-            return
+    def _give_back(self, ticket: Ticket, uids: Sequence[str]) -> None:
         try:
-            ticket.give_back()
+            ticket.give_back(uids)
         except MooncakeRayError as e:
             logger.warning("mooncake_ray: %r could not be given back: %s", ticket, e)
 

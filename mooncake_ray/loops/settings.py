@@ -25,14 +25,26 @@ class LoopSettings:
     """For a rollout worker's call, with its reward."""
     sync_timeout_s: float = 300.0
     """For a version of the weights to be everywhere."""
+    snapshot_every: int = 10
+    """Steps, where there is a folder for snapshots."""
+    snapshot_timeout_s: float = 600.0
+    """For learners to write what they have, or to read it; and for the buffer to be written."""
     retries: int = 3
-    """How often a group is begun again whose worker has failed. What its code raised more often than that ends the loop."""
+    """How often a group is begun again whose worker has failed, and learners are that have died, one time after the other. What fails more often
+    than that ends the loop."""
 
     def __post_init__(self) -> None:
-        for name, least in (("groups_per_step", 1), ("groups_per_call", 1), ("calls_per_worker", 1), ("replay", 0), ("retries", 0)):
+        for name, least in (
+            ("groups_per_step", 1),
+            ("groups_per_call", 1),
+            ("calls_per_worker", 1),
+            ("replay", 0),
+            ("snapshot_every", 1),
+            ("retries", 0),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
-        for name in ("update_timeout_s", "generate_timeout_s", "sync_timeout_s"):
+        for name in ("update_timeout_s", "generate_timeout_s", "sync_timeout_s", "snapshot_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")

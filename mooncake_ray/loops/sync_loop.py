@@ -1,4 +1,5 @@
-"""`SyncLoop`: everybody waits for everybody. No sample is older than the weights that learn from it."""
+"""`SyncLoop`: everybody waits for everybody. No sample is older than the weights that learn from it, but for those that a recovery finds in the
+buffer: their bound is the buffer's `max_staleness`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class SyncLoop(Loop):
     limited = True
 
     def _do(self, step: int) -> StepReport | None:
-        self._producers.ask_for(self._settings.groups_per_step)
+        self._buffer.advance(self._weights.version)
+        self._ask_for_missing()
         begin = self._timeline.now_s
         if (shares := self._take(step)) is None:
             return None
@@ -30,6 +32,10 @@ class SyncLoop(Loop):
     def _meanwhile(self) -> None:
         """Groups that filters have refused are made up for."""
         if self._producers.is_idle:
-            missing = self._settings.groups_per_step - self._buffer.stats()["groups_queued"]
-            if missing > 0:
-                self._producers.ask_for(missing)
+            self._ask_for_missing()
+
+    def _ask_for_missing(self) -> None:
+        found = self._buffer.stats()
+        missing = self._settings.groups_per_step - found["groups_queued"] - found["groups_making"] - found["groups_waiting"]
+        if missing > 0:
+            self._producers.ask_for(missing)

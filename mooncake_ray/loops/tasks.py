@@ -11,6 +11,8 @@ class Reward:                                                       # optional
 @ray.remote
 class Learner:                                                      # one for each rank, all of them called at once
     def update(self, batch: BatchRef, task: LearnerTask) -> Mapping[str, float]: ...
+    def save(self, folder: str) -> None: ...                        # for snapshots: all ranks into the same folder, with what else they
+    def restore(self, folder: str) -> None: ...                     # need to go on: the optimizer's state, random numbers
 
 They join the loop's `WeightSyncGroup` in their `__init__`: one that Ray starts again is called when its engine has weights again.
 """

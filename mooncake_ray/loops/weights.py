@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import ray
 
@@ -20,8 +21,9 @@ _GRACE_S = 10.0
 class Weights:
     """Of one thread, the learner's. What it publishes is read from the learners meanwhile, so it is only called between their steps."""
 
-    def __init__(self, group: WeightSyncGroup, timeline: Timeline, timeout_s: float, retries: int) -> None:
-        self._group, self._timeline, self._timeout_s, self._retries = group, timeline, timeout_s, retries
+    def __init__(self, group: WeightSyncGroup, timeline: Timeline, check: Callable[[], None], timeout_s: float, retries: int) -> None:
+        """`check`: raises if the learners are not those any more that have trained what was published."""
+        self._group, self._timeline, self._check, self._timeout_s, self._retries = group, timeline, check, timeout_s, retries
         self.version = -1
         """That the learners have now."""
         self.pauses_s: list[float] = []
@@ -30,9 +32,12 @@ class Weights:
         self._under_way: tuple[ray.ObjectRef, int, float] | None = None
         self._failed = 0  # one after the other
 
-    def begin(self) -> None:
-        """Publishes what the learners have now as the group's next version, and brings all engines to it."""
-        self.version = max(self._group.status().version, self._published, self.version) + 1
+    def begin(self, least: int = 0) -> None:
+        """Publishes what the learners have now as a version that no engine has had, and `least` at least, and brings all engines to it."""
+        if self._under_way is not None:
+            self._end()
+        now = self._group.status()
+        self.version = max(now.version, now.published, self._published, self.version, least - 1) + 1
         self._send()
         self.wait()
 
@@ -69,7 +74,12 @@ class Weights:
     def _send(self) -> None:
         self.skipped += max(0, self.version - self._published - 1) if self._published >= 0 else 0
         with self._timeline.span("weights", "publish"):
-            self._group.publish(self.version, timeout_s=self._timeout_s)
+            try:
+                self._group.publish(self.version, timeout_s=self._timeout_s)
+            except WeightSyncError:
+                self._check()
+                raise
+            self._check()
         self._published = self.version
         self._under_way = (self._group.async_sync(self.version, timeout_s=self._timeout_s), self.version, self._timeline.now_s)
 

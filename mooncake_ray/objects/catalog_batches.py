@@ -16,7 +16,7 @@ from mooncake_ray.data.block.index import Index
 from mooncake_ray.data.catalog import LeasedRow
 from mooncake_ray.data.lazy import Columns
 from mooncake_ray.objects import api
-from mooncake_ray.objects.batch_ref import BatchRef, _Group, concat_batches, of_stored
+from mooncake_ray.objects.batch_ref import BatchRef, _Group, _index_of, _Object, concat_batches
 from mooncake_ray.store.frameworks import as_stored
 
 __all__ = ["Adopted", "adopt", "assemble"]
@@ -48,10 +48,10 @@ def adopt(ref: BatchRef) -> Adopted:
         batch = batches[group.segments[0][0].ref]
         kinds |= {name: _kind(getattr(batch, part).peek(stored)) for name, (part, stored) in group.fields.items()}
     mine = {}
-    for theirs, batch in batches.items():
-        again = DataProto._of(Columns(batch.batch), Columns(batch.non_tensor_batch), {})
-        (whole,) = of_stored(api.put(again), ref.as_put)._groups
-        mine[theirs] = whole.segments[0][0]
+    for obj in {obj.ref: obj for group in ref._groups for obj, _ in group.segments}.values():
+        batch = batches[obj.ref]
+        again = api.put(DataProto._of(Columns(batch.batch), Columns(batch.non_tensor_batch), {}))
+        mine[obj.ref] = _Object(again, obj.head, obj.index or _index_of(batch))
     groups = tuple(replace(group, segments=tuple((mine[obj.ref], runs) for obj, runs in group.segments)) for group in ref._groups)
     return Adopted(replace(ref, _groups=groups), kinds, _nbytes(groups))
 

@@ -59,11 +59,13 @@ def hosts() -> set[str]:
 
 
 _homes: dict[bytes, str] = {}
+_unserved: dict[bytes, float] = {}  # until when nobody is asked again
 
 
 def node_of(pool_id: bytes) -> str | None:
     """ID of the node that has that pool, dead or alive; None where no service serves it. Thread-safe."""
-    if pool_id not in _homes:
+    if pool_id not in _homes and _unserved.get(pool_id, 0.0) <= time.monotonic():
+        _unserved[pool_id] = time.monotonic() + _KNOWN_FOR_S
         for key in internal_kv._internal_kv_list(_ENGINE + pool_id.hex().encode(), namespace=_SPACE):
             _homes[pool_id] = _parsed(key)[1][0]  # for good: a pool never moves
     return _homes.get(pool_id)

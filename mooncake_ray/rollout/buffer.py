@@ -154,6 +154,14 @@ class RolloutBuffer:
         ticket, works = found
         return self._kept(Ticket(self, ticket, tuple(work.uid for work in works), tuple(works)))
 
+    def work(self, uids: Sequence[str], *, timeout_s: float | None = None) -> Ticket:
+        """As `resume` if there is anything to be made again, or further, at most as many groups as there are uids; or else as `reserve`."""
+        found = self._wait("work", (_operation(), this_process(), list(uids)), timeout_s, lambda answer: not isinstance(answer, NoRoom))
+        if isinstance(found, NoRoom):
+            raise StoreFullError(f"buffer {self.name!r} had no room within {timeout_s} s: {found}")
+        ticket, works = found
+        return self._kept(Ticket(self, ticket, tuple(work.uid for work in works) or tuple(uids), tuple(works)))
+
     def put(
         self,
         batch: Any,

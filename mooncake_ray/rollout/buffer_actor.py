@@ -73,6 +73,14 @@ class BufferActor:
         ticket, works = found
         return ticket, [GivenWork(work.uid, work.reason, self._pieces(work.rows), work.oldest) for work in works]
 
+    async def work(self, operation: str, producer: str, uids: Sequence[str], wait_s: float) -> tuple[int, list[GivenWork]] | NoRoom:
+        """What is to be made again, or further, if there is any; else new groups of these uids."""
+        found = await self.resume(f"{operation}-again", producer, len(uids), 0.0)
+        if found is not None:
+            return found
+        ticket = await self.reserve(operation, producer, uids, wait_s)
+        return ticket if isinstance(ticket, NoRoom) else (ticket, [])
+
     async def renew(self, tickets: Sequence[int], steps: Mapping[int, int]) -> tuple[list[int], list[int]]:
         """Returns those that have ended. Of steps by their attempts."""
         self._watch_from_now_on()

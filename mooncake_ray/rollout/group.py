@@ -51,10 +51,12 @@ class Parcel:
 
     def by_uid(self) -> Iterator[tuple[str, np.ndarray]]:
         """The rows of each prompt."""
-        found: dict[str, list[int]] = {}
-        for uid, rows in groupby(range(len(self.uids)), self.uids.__getitem__):
-            found.setdefault(uid, []).extend(rows)
-        return ((uid, np.array(rows, np.int64)) for uid, rows in found.items())
+        found: dict[str, list[np.ndarray]] = {}
+        end = 0
+        for uid, rows in groupby(self.uids):
+            begin, end = end, end + sum(1 for _ in rows)
+            found.setdefault(uid, []).append(np.arange(begin, end, dtype=np.int64))
+        return ((uid, rows[0] if len(rows) == 1 else np.concatenate(rows)) for uid, rows in found.items())
 
 
 @dataclass(slots=True)
@@ -90,6 +92,10 @@ class Group:
         self.rows.append((parcel.id, rows))
         self.tokens = np.concatenate([self.tokens, parcel.tokens[rows]])
         self.nbytes += -(-parcel.nbytes * len(rows) // len(parcel.uids))
+
+    def copy(self) -> Group:
+        """To which samples can be added."""
+        return Group(self.uid, self.number, self.rows.copy(), self.tokens, self.oldest, self.priority, self.nbytes, self.tags.copy())
 
     def uses(self, parcels: Collection[str]) -> bool:
         """Whether samples lie in one of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -44,6 +45,9 @@ class Ticket(Kept):
         self.buffer, self.number, self.uids = buffer, number, uids
         self.works = tuple(Work(work.uid, work.reason, joined(work.pieces), work.oldest) for work in works)
         """What there was of the groups before, where they were resumed. They are brought whole, nevertheless."""
+        self._left = len(uids)  # groups of which it is not known that they have ended
+        self._counted: set[str] = set()
+        self._lock = threading.Lock()
 
     @property
     def lease(self) -> tuple[str, int, int]:
@@ -69,7 +73,10 @@ class Ticket(Kept):
             LeaseLostError: a group is not this ticket's, or not any more.
             SchemaError: see `RolloutBuffer.put`.
         """
-        return self.buffer._put(self.buffer._parcel(batch, uids, version, tokens, priority, tags, operation_id), self.number, None)
+        parcel = self.buffer._parcel(batch, uids, version, tokens, priority, tags, operation_id)
+        brought = self.buffer._put(parcel, self.number, None)
+        self._ended(parcel[0], brought.whole + brought.filtered)
+        return brought
 
     def park(
         self,
@@ -86,6 +93,7 @@ class Ticket(Kept):
         """
         parcel = self.buffer._parcel(batch, uids, version, None, None, None, operation_id)
         self.buffer._call("park", *parcel, self.number)
+        self._ended(parcel[0], len(set(uids)))
 
     def give_back(self, uids: Sequence[str] | None = None) -> None:
         """Lets others make groups (None: all that were not brought). Idempotent."""
@@ -94,6 +102,14 @@ class Ticket(Kept):
     def cancel(self, uids: Sequence[str] | None = None) -> None:
         """Nobody is to make groups (None: all that were not brought). Idempotent."""
         self._end("cancel", uids)
+
+    def _ended(self, operation: str, groups: int) -> None:
+        """So many of them; a second call of that name has ended no more. A ticket that all groups have left is over."""
+        with self._lock:
+            if operation not in self._counted:
+                self._counted.add(operation)
+                self._left -= groups
+                self.over = self.over or self._left <= 0
 
     def _end(self, how: str, uids: Sequence[str] | None) -> None:
         before, self.over = self.over, self.over or uids is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,7 +199,7 @@ class Production:
     def _grown(self, parcel: Parcel, uid: str, rows: np.ndarray) -> Group:
         """What a group will be with these samples."""
         before = self._making.groups.get(uid, Group(uid, 0))
-        group = replace(before, rows=[*before.rows], tags={**before.tags})
+        group = before.copy()
         group.add(parcel, rows)
         if group.size > self._stock.settings.group_size:
             raise SchemaError(

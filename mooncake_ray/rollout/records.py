@@ -142,10 +142,10 @@ def rows_of(share: Sequence[tuple[Group, np.ndarray]]) -> list[Rows]:
         begin = 0
         for parcel, rows in group.rows:
             end = begin + len(rows)
-            some = samples[(samples >= begin) & (samples < end)] - begin
+            some = rows if len(samples) == group.size else rows[samples[(samples >= begin) & (samples < end)] - begin]
             if len(some) and out and out[-1][0] == parcel:
-                out[-1][1].append(rows[some])
+                out[-1][1].append(some)
             elif len(some):
-                out.append((parcel, [rows[some]]))
+                out.append((parcel, [some]))
             begin = end
     return [(parcel, np.concatenate(rows)) for parcel, rows in out]

@@ -91,6 +91,19 @@ class Files:
                 self.make_directory(new)
             self.sync_directory(new.parent)
 
+    def sync_tree(self, path: Path) -> None:
+        """A directory's files and names are on the disk, whoever of this host has written them."""
+        for inner in path.iterdir():
+            if inner.is_dir():
+                self.sync_tree(inner)
+            else:
+                file = os.open(inner, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    self.sync(file)
+                finally:
+                    os.close(file)
+        self.sync_directory(path)
+
     def remove_tree(self, path: Path) -> None:
         """A directory and the files in it. Others may be removing it, too."""
         with contextlib.suppress(FileNotFoundError):

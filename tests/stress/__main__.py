@@ -32,7 +32,9 @@ def parser() -> argparse.ArgumentParser:
     chaos.add_argument("--nodes", type=int, default=4, metavar="N")
     weights = command("weights", "in a cluster: cut links, and kill trainers, engines and the coordinator of a group that syncs weights")
     weights.add_argument("--nodes", type=int, default=4, metavar="N")
-    for cli in (store, ray, both, chaos, weights):
+    loops = command("loops", "in a cluster: kill workers, learners, the buffer and nodes of an asynchronous loop")
+    loops.add_argument("--nodes", type=int, default=3, metavar="N")
+    for cli in (store, ray, both, chaos, weights, loops):
         cli.add_argument("--seconds", type=positive, default=60.0, metavar="S")
     command("soak", "a steady load; no process may grow").add_argument("--minutes", type=positive, default=30.0, metavar="M")
     return out
@@ -54,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         "soak": [soaking],
         "chaos": [chaotic],
         "weights": [chaotic],
+        "loops": [chaotic],
     }[options.what]
     outcomes: list[Outcome] = []
     for run in runs:
@@ -84,8 +87,8 @@ def over_ray(options: argparse.Namespace) -> Outcome:
 def chaotic(options: argparse.Namespace) -> Outcome:
     from stress import chaos
 
-    load = "weights_load" if options.what == "weights" else chaos.Options.load
-    return chaos.run(chaos.Options(options.seconds, options.seed, options.nodes, load=load))
+    load, every_s = {"chaos": ("chaos_load", 4.0), "weights": ("weights_load", 4.0), "loops": ("loops_load", 60.0)}[options.what]
+    return chaos.run(chaos.Options(options.seconds, options.seed, options.nodes, every_s, load))
 
 
 def soaking(options: argparse.Namespace) -> Outcome:

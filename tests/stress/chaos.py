@@ -51,8 +51,10 @@ class _Chaos:
 
     def blow(self, options: Options) -> None:
         blows = {self.cut: 4, self.kill_node: 1, self.kill_broker: 2, self.stop_broker: 2, self.kill_service: 2, self.stop_service: 2}
-        if options.load != Options.load:
-            blows = {self.cut: 4, self.kill_service: 1, self.stop_service: 1}  # that load kills its processes itself
+        if options.load == "weights_load":  # it kills its processes itself, and so does the next one
+            blows = {self.cut: 4, self.kill_service: 1, self.stop_service: 1}
+        elif options.load == "loops_load":
+            blows = {self.kill_node: 1}
         while not self.over.wait(self.rng.expovariate(1 / options.every_s)):
             self.rng.choices(list(blows), list(blows.values()))[0]()
 
@@ -94,7 +96,8 @@ class _Chaos:
 
 def run(options: Options) -> Outcome:
     """Blows, mends, and tells."""
-    outcome = Outcome("chaos in a cluster" if options.load == Options.load else "chaos among weights", options.seed)
+    names = {"chaos_load": "chaos in a cluster", "weights_load": "chaos among weights", "loops_load": "chaos in an asynchronous loop"}
+    outcome = Outcome(names[options.load], options.seed)
     try:
         with Cluster(options.nodes, env={"PYTHONPATH": str(_TESTS), "RAY_IGNORE_UNHANDLED_ERRORS": "1"}) as nodes:
             note(f"{options.nodes} nodes are up")
