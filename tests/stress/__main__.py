@@ -87,7 +87,7 @@ def over_ray(options: argparse.Namespace) -> Outcome:
 def chaotic(options: argparse.Namespace) -> Outcome:
     from stress import chaos
 
-    load, every_s = {"chaos": ("chaos_load", 4.0), "weights": ("weights_load", 4.0), "loops": ("loops_load", 60.0)}[options.what]
+    load, every_s = {"chaos": ("chaos_load", 4.0), "weights": ("weights_load", 4.0), "loops": ("loops_load", 90.0)}[options.what]
     return chaos.run(chaos.Options(options.seconds, options.seed, options.nodes, every_s, load))
 
 

@@ -25,7 +25,7 @@ _LENGTH = 8192  # of a row: a batch is stored in the pool
 _GROUP, _STEP, _BOUND, _WORKERS, _RANKS = 2, 8, 2, 4, 2
 _READY_S = 120.0
 _SNAPSHOT_EVERY = 5
-_EVERY_S = 4.0  # from one kill to the next, on average
+_EVERY_S = 12.0  # from one kill to the next, on average
 _RETRIES = 20
 _TOLD_S = 5.0
 
@@ -138,7 +138,9 @@ class Load:
         self._reward = self._actor(Reward, 0).remote()
         self._learners = [self._actor(Learner, n).remote(self._group, n) for n in range(_RANKS)]
         ray.get([a.__ray_ready__.remote() for a in (*self._rollouts, self._reward, *self._learners)], timeout=_READY_S)
-        folder = Path(tempfile.mkdtemp(prefix="mooncake-loops-"))
+        shared = Path("build")  # each node has a folder for temporary files to itself
+        shared.mkdir(exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="loops-", dir=shared.absolute())
         settings = LoopSettings(
             groups_per_step=_STEP,
             groups_per_call=2,
@@ -159,7 +161,7 @@ class Load:
             settings,
             rewards=[self._reward],
             on_step=self._stepped,
-            snapshots=LoopSnapshots(folder, fsync=False),
+            snapshots=LoopSnapshots(self._folder.name, fsync=False),
         )
         self._running = threading.Thread(target=self._run)
         self._running.start()
@@ -203,16 +205,18 @@ class Load:
         end = time.monotonic() + 240
         while self.counts["steps"] < done + 3 and time.monotonic() < end and self._running.is_alive():
             time.sleep(0.5)
-        if self.counts["steps"] < done + 3:
+        if self._running.is_alive() and self.counts["steps"] < done + 3:
             self.violations.append("after all was mended, it did no step in 240 s")
         self._loop.stop()
         self._running.join(200)
         if self._running.is_alive():
             self.violations.append("it does not stop")
             os.kill(os.getpid(), signal.SIGKILL)
-        self._loop.close()
-        self._look()
+        if not self.violations:
+            self._loop.close()
+            self._look()
         self._group.shutdown()
+        self._folder.cleanup()
 
     def _look(self) -> None:
         ranks = self._ray.get([learner.has.remote() for learner in self._learners], timeout=_READY_S)
