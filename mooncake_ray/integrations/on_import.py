@@ -20,6 +20,7 @@ logger = logging.getLogger("mooncake_ray")
 _ADAPTERS = {  # what is imported → what is called with it, as "module:function"
     "transfer_queue": "mooncake_ray.integrations.transfer_queue:register",
     "miles.utils.object_store": "mooncake_ray.integrations.miles:register",
+    "verl.experimental.fully_async_policy.message_queue": "mooncake_ray.integrations.verl_message_queue:register",
 }
 
 
