@@ -34,8 +34,8 @@ PROGRAMS = $(addprefix tests/integration/test_,$(addsuffix .py,batches_example d
 program-test: $(STAMP) ## Whole programs, each with a Ray of its own
 	$(call pytest,program-test,$(PROGRAMS))
 
-ECOSYSTEM = $(addprefix tests/integration/test_,$(addsuffix .py,miles_weights serve_example serve_weights status_page \
-	verl_checkpoint verl_delta verl_engine verl_example verl_nodes verl_queue verl_routing))
+ECOSYSTEM = $(addprefix tests/integration/test_,$(addsuffix .py,miles_buffer miles_weights serve_example serve_weights status_page \
+	verl_checkpoint verl_delta verl_engine verl_example verl_message_queue verl_nodes verl_queue verl_routing))
 
 integration-test: $(STAMP) ## The others with Ray, on one node and on several
 	$(call pytest,integration-test,tests/integration $(addprefix --ignore ,$(PROGRAMS) $(ECOSYSTEM)))

@@ -16,7 +16,7 @@ from mooncake_ray.loops.learners import Learners
 from mooncake_ray.loops.metrics import LoopReport, StepReport, Timeline
 from mooncake_ray.loops.producers import Producers
 from mooncake_ray.loops.settings import LoopSettings
-from mooncake_ray.loops.snapshots import LoopSnapshot, LoopSnapshots, LoopState
+from mooncake_ray.loops.snapshots import LoopSnapshot, LoopSnapshots
 from mooncake_ray.loops.weights import Weights
 from mooncake_ray.rollout.buffer import RolloutBuffer
 from mooncake_ray.rollout.lent import Share
@@ -172,13 +172,17 @@ class Loop(ABC):
 
     def _save(self) -> None:
         """Between two steps. Samples that are lost meanwhile are made again, and the snapshot is written when the next one is due."""
-        state = LoopState(self._step, self._weights.version, self._producers.next)
-        seconds = self._settings.snapshot_timeout_s
+        step, seconds = self._step, self._settings.snapshot_timeout_s
         with self._timeline.span("learner", "snapshot"):
             try:
-                self._snapshots.save(state, self._learners.save, lambda folder: self._buffer.save(folder, state.step, timeout_s=seconds))
+                self._snapshots.save(
+                    step,
+                    self._weights.version,
+                    self._learners.save,
+                    lambda folder: self._buffer.save(folder, step, timeout_s=seconds).groups_begun,
+                )
             except ObjectLostError as e:
-                logger.warning("mooncake_ray: there is no snapshot of step %d: %s", state.step, e)
+                logger.warning("mooncake_ray: there is no snapshot of step %d: %s", step, e)
 
     def _recover(self, error: LearnerLostError) -> None:
         """All learners go on from the last snapshot. Engines have had later weights, so what they have from now on is a later version, too."""

@@ -41,25 +41,26 @@ class LoopState:
 class LoopSnapshots(Versions):
     """Versions in a directory that the driver, the buffer and all learner ranks see: on one node any, on several a shared one."""
 
-    def save(self, state: LoopState, learners: Callable[[Path], None], buffer: Callable[[Path], None]) -> None:
-        """Writes a version, and deletes what is not to be kept. `learners` and `buffer` write into the directories that they are given.
+    def save(self, step: int, version: int, learners: Callable[[Path], None], buffer: Callable[[Path], int]) -> None:
+        """Writes a version, and deletes what is not to be kept. `learners` and `buffer` write into the directories that they are given; the
+        latter returns the number of the next group.
 
         Raises:
             StaleVersionError: one of this step, or of a later one, is there already.
             OSError: the disk is full, or fails.
         """
-        self.refuse_stale(state.step)
+        self.refuse_stale(step)
         self._files.make_directories(self.directory)
-        path = self.directory.absolute() / unfinished_name(state.step, uuid.uuid4().hex)
+        path = self.directory.absolute() / unfinished_name(step, uuid.uuid4().hex)
         lock = begun(self._files, path)
         try:
             self._files.make_directory(path / _LEARNERS)
             learners(path / _LEARNERS)
             self._files.sync_tree(path / _LEARNERS)
-            buffer(path / _BUFFER)
+            state = LoopState(step, version, buffer(path / _BUFFER))
             self._files.put(path / _STATE, [json.dumps({"format": _FORMAT, **asdict(state)}).encode()])
             self._files.sync_directory(path)
-            named(self._files, path, state.step)
+            named(self._files, path, step)
         except BaseException:
             self._files.remove_tree(path)
             raise

@@ -94,6 +94,7 @@ class Ledger:
         """Numbers of now, and totals since the beginning. `last_step` is the one that was committed last, -1 if none was."""
         now = {
             "version": self.stock.version,
+            "groups_begun": self.stock.last_group,
             "groups_making": len(self.production),
             "groups_waiting": len(self.stock.waiting),
             "groups_queued": len(self.stock.queue),

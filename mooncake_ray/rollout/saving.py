@@ -42,6 +42,8 @@ class Saved:
     version: int
     last_step: int
     """The one that was committed last; -1: none."""
+    groups_begun: int
+    """In all, since the beginning."""
     groups_queued: int
     groups_waiting: int
     groups_in_replay: int
@@ -74,7 +76,7 @@ def _write(moment: Moment, snapshots: BufferSnapshots, version: int, timeout_s: 
     end = time.monotonic() + timeout_s
     nbytes = snapshots.save(version, Books.of(ledger), _batches(moment, ledger, end))
     found = ledger.stats()
-    counts = (found[name] for name in ("last_step", "groups_queued", "groups_waiting", "groups_in_replay"))
+    counts = (found[name] for name in ("last_step", "groups_begun", "groups_queued", "groups_waiting", "groups_in_replay"))
     return Saved(version, *counts, stale, found["parcels"], nbytes)
 
 

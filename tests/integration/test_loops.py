@@ -20,6 +20,7 @@ from mooncake_ray.loops import AsyncLoop, LoopSettings, LoopSnapshots, Rolled, S
 LENGTH = 8192  # of a row: a batch of four is stored in the pool
 GROUP, STEP = 2, 4  # samples of a group, groups of a step
 LOOPS = pytest.mark.parametrize("kind", [SyncLoop, AsyncLoop])
+MOSTLY_ASYNC = pytest.mark.parametrize("kind", [pytest.param(SyncLoop, marks=pytest.mark.slow), AsyncLoop])
 
 
 class Rollout:
@@ -199,7 +200,7 @@ def test_a_job(job, kind):
         loop.run(1)
 
 
-@LOOPS
+@MOSTLY_ASYNC
 def test_workers_die(job, kind):
     """One comes back, and one does not."""
     loop, _, rollouts, learners = job(kind, workers=3, restarts=1)
@@ -215,7 +216,7 @@ def test_workers_die(job, kind):
     assert len(groups) == 5 * STEP * GROUP and all(groups.count(number) == GROUP for number in groups)
 
 
-@LOOPS
+@MOSTLY_ASYNC
 def test_learners_die_and_the_job_goes_on_elsewhere(job, kind, tmp_path):
     """What they learned since the last snapshot is forgotten; what they have in the end, they have learned from different groups."""
     killed = []
@@ -239,11 +240,15 @@ def test_learners_die_and_the_job_goes_on_elsewhere(job, kind, tmp_path):
 
     with snapshots.open() as last:
         assert last.state.step == 4
-        again, _, _, learners = job(kind, resume=last, snapshots=snapshots, snapshot_every=2, strict=False)
+        again, buffer, _, learners = job(kind, resume=last, snapshots=snapshots, snapshot_every=2, strict=False)
         report = again.run(2)
     assert [step.step for step in report.steps] == [4, 5] and report.steps[0].version >= last.state.version
     check(learners, range(6))
     assert list(snapshots.versions()) == [4, 6]
+    again.close()
+    found = buffer.stats()
+    there = [found[f"groups_{name}"] for name in ("trained", "queued", "waiting", "taken", "making")]
+    assert sum(there) == found["groups_begun"] == again.groups, "a group was lost on the way"
 
 
 def check(learners, steps):
