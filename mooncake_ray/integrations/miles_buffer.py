@@ -11,12 +11,16 @@ are refused.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mooncake_ray.errors import ConfigError, GetTimeoutError, SchemaError
 from mooncake_ray.integrations.samples import batch_to_samples, samples_to_batch
+from mooncake_ray.objects.batch_ref import BatchRef
 from mooncake_ray.rollout.buffer import RolloutBuffer
 from mooncake_ray.rollout.lent import Share
 
@@ -25,6 +29,7 @@ __all__ = ["DataBuffer"]
 _PREFIX = "rollout/fully_async/"
 _POLL_S = 1.0
 _MOST = 64  # groups that are found too old at once
+_NUMBERS = ("rollout_routed_experts", "rollout_indexer_topk")
 _UNKNOWN = 1 << 62  # the version of samples that do not say theirs: they never become too old
 
 
@@ -55,7 +60,7 @@ class DataBuffer:
             capacity_groups=capacity,
         )
         self._entries: dict[str, tuple[Any, type]] = {}  # of groups that are stored: Miles' inputs, without them, and the class of samples
-        self._version, self._step = 0, 0
+        self._version, self._steps = 0, itertools.count()
         self._begin_metrics()
 
     def _begin_metrics(self) -> None:
@@ -92,7 +97,7 @@ class DataBuffer:
     def _store(self, uid: str, group: Sequence[Any]) -> None:
         versions = [_UNKNOWN if sample.oldest_weight_version is None else sample.oldest_weight_version for sample in group]
         tokens = [len(sample.tokens) for sample in group]
-        self._buffer.put(samples_to_batch(group), uids=[uid] * len(group), version=versions, tokens=tokens)
+        self._buffer.put(_narrowed(samples_to_batch(group)), uids=[uid] * len(group), version=versions, tokens=tokens)
 
     async def get(self, current_version: int | None = None, **_: Any) -> Any:
         """A group to learn from, the one that came first; waits for it."""
@@ -119,18 +124,16 @@ class DataBuffer:
     def _take(self) -> Share | None:
         """None: there is none yet."""
         try:
-            share = self._buffer.take(self._step, self._version, 1, timeout_s=_POLL_S)
+            return self._buffer.take(next(self._steps), self._version, 1, timeout_s=_POLL_S)
         except GetTimeoutError:
             return None
-        self._step += 1
-        return share
 
     def _give_up(self, taking: asyncio.Future[Share | None]) -> None:
         if not taking.cancelled() and taking.exception() is None and (share := taking.result()) is not None:
             self._buffer.give_up(share)
 
     def _samples(self, share: Share, kind: type) -> list[Any]:
-        samples = batch_to_samples(share.ref.get(), kind)
+        samples = _samples_of(share.ref, kind)
         self._buffer.commit(share)
         return samples
 
@@ -142,7 +145,7 @@ class DataBuffer:
         for work in ticket.works:
             entry, kind = self._entries.pop(work.uid)
             if self._retries:
-                out.append(entry.prompt_group or batch_to_samples(work.ref.get(), kind))
+                out.append(entry.prompt_group or _samples_of(work.ref, kind))
         self._stale += len(ticket.works)
         ticket.cancel()
         return out
@@ -162,3 +165,22 @@ class DataBuffer:
             metrics[f"{_PREFIX}max_staleness"] = max(self._ages)
         self._begin_metrics()
         return metrics
+
+
+def _narrowed(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Numbers of experts, which are int32 in Miles, in as few bytes as they need."""
+    for name in _NUMBERS:
+        arrays = [array for array in columns.get(name, ()) if isinstance(array, np.ndarray)]
+        if arrays and all(array.dtype == np.int32 and array.min(initial=0) >= 0 for array in arrays):
+            narrow = np.min_scalar_type(max(int(array.max(initial=0)) for array in arrays))
+            columns[name] = [array.astype(narrow) if isinstance(array, np.ndarray) else array for array in columns[name]]
+    return columns
+
+
+def _samples_of(ref: BatchRef, kind: type) -> list[Any]:
+    samples = batch_to_samples(ref.get(), kind)
+    for sample in samples:
+        for name in _NUMBERS:
+            if isinstance(array := getattr(sample, name, None), np.ndarray):
+                setattr(sample, name, array.astype(np.int32))
+    return samples

@@ -51,13 +51,16 @@ def same(a, b):
 
 
 class Rollouter:
-    """As verl's: an actor with an event loop."""
+    """As verl's: an actor with an event loop, and a client of its own."""
 
-    async def put(self, client, number):
-        return await client.put_sample(sample=None if number is None else ray.cloudpickle.dumps(sample(number)))
+    def __init__(self, client):
+        self.client = client
 
-    async def statistics(self, client):
-        return await client.get_statistics()
+    async def put(self, number):
+        return await self.client.put_sample(sample=None if number is None else ray.cloudpickle.dumps(sample(number)))
+
+    async def statistics(self):
+        return await self.client.get_statistics()
 
 
 @pytest.fixture(params=["verl", "mooncake_ray"])
@@ -79,14 +82,14 @@ def client(request, pool, pool_ray):
 
 
 def test_it_is_verls(client):
-    rollouter = ray.remote(num_cpus=0)(Rollouter).remote()
+    rollouter = ray.remote(num_cpus=0)(Rollouter).remote(client)
 
     def put(number):
-        return ray.get(rollouter.put.remote(client, number))
+        return ray.get(rollouter.put.remote(number))
 
     assert [put(n) for n in range(SIZE)] == [True] * SIZE and client.get_queue_size_sync() == SIZE
     assert put(SIZE) is False, "one was dropped"
-    statistics = ray.get(rollouter.statistics.remote(client))
+    statistics = ray.get(rollouter.statistics.remote())
     assert statistics == {"queue_size": 3, "total_produced": 4, "total_consumed": 0, "dropped_samples": 1, "max_queue_size": 3}
 
     async def trainer():
