@@ -12,6 +12,7 @@ from typing import Any, Self
 import ray
 
 from mooncake_ray.errors import ConfigError, LearnerLostError, ObjectLostError, StoreError
+from mooncake_ray.loops.exported import Exported
 from mooncake_ray.loops.learners import Learners
 from mooncake_ray.loops.metrics import LoopReport, StepReport, Timeline
 from mooncake_ray.loops.producers import Producers
@@ -96,6 +97,7 @@ class Loop(ABC):
             first=0 if resume is None else resume.state.group,
             limited=self.limited,
         )
+        self._exported = Exported(buffer.name)
         self._step = 0 if resume is None else resume.state.step
         self._stop = False
         self._has_begun = self._is_closed = False
@@ -166,6 +168,8 @@ class Loop(ABC):
             return True
         self._falls = 0
         report.steps.append(done)
+        self._exported.step(done)
+        self._exported.totals(self._timeline.stalls, self._weights.pauses_s, self._failures, self._weights.skipped)
         if self._on_step is not None:
             self._on_step(done)
         return True
@@ -257,7 +261,10 @@ class Loop(ABC):
         self._weights.trained()
         return StepReport(step, version, shares[0].samples, dict(sorted(ages.items())), queued, update_s, waited, said)
 
+    @property
+    def _failures(self) -> int:
+        return self._weights.failures + self._producers.failures + self.falls
+
     def _counts(self) -> Counter:
-        failures = self._weights.failures + self._producers.failures + self.falls
-        numbers = {"skipped": self._weights.skipped, "failures": failures, "versions": len(self._weights.pauses_s)}
+        numbers = {"skipped": self._weights.skipped, "failures": self._failures, "versions": len(self._weights.pauses_s)}
         return Counter({**self._timeline.stalls, **numbers})
