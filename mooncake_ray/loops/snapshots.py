@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mooncake_ray.errors import CorruptBlockError, SnapshotError
 from mooncake_ray.weights.files import Lock
-from mooncake_ray.weights.versions import Versions, begun, named, unfinished_name
+from mooncake_ray.weights.versions import OpenVersion, Versions, begun, named, unfinished_name
 
 __all__ = ["LoopSnapshot", "LoopSnapshots", "LoopState"]
 
@@ -76,16 +76,11 @@ class LoopSnapshots(Versions):
             SnapshotError: it is of another format.
             CorruptBlockError: what it says of the loop is damaged.
         """
-        path, lock, _ = self.locked(step)
-        try:
-            return LoopSnapshot(path.absolute(), lock)
-        except BaseException:
-            lock.close()
-            raise
+        return self.opened(step, LoopSnapshot)
 
 
-class LoopSnapshot:
-    """One version, immutable. It is not deleted as long as this is open (`close`, or a `with` block). For one thread.
+class LoopSnapshot(OpenVersion):
+    """One version, immutable. For one thread.
 
     Attributes:
         state: See `LoopState`.
@@ -93,8 +88,9 @@ class LoopSnapshot:
         buffer: For `RolloutBuffer.create(…, restore=…)`.
     """
 
-    def __init__(self, path: Path, lock: Lock) -> None:
+    def __init__(self, path: Path, lock: Lock, step: int) -> None:
         """Of a directory that is locked. See `LoopSnapshots.open`."""
+        self.path = path = path.absolute()
         self._lock = lock
         self.learners, self.buffer = path / _LEARNERS, path / _BUFFER
         try:
@@ -105,13 +101,5 @@ class LoopSnapshot:
             self.state = LoopState(**found)
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise CorruptBlockError(f"{path / _STATE} is damaged: {e!r}") from e
-
-    def close(self) -> None:
-        """It may be deleted from now on."""
-        self._lock.close()
-
-    def __enter__(self) -> LoopSnapshot:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        if self.state.step != step:
+            raise CorruptBlockError(f"{path / _STATE} is of step {self.state.step}")

@@ -24,7 +24,7 @@ from mooncake_ray.rollout.books import Books
 from mooncake_ray.rollout.frozen import freeze, thaw
 from mooncake_ray.weights.files import Lock
 from mooncake_ray.weights.manifest import sealed, unsealed
-from mooncake_ray.weights.versions import Versions, begun, named, unfinished_name
+from mooncake_ray.weights.versions import OpenVersion, Versions, begun, named, unfinished_name
 
 __all__ = ["BufferSnapshot", "BufferSnapshots", "StoredParcel"]
 
@@ -101,16 +101,11 @@ class BufferSnapshots(Versions):
             SnapshotError: it is of another format.
             CorruptBlockError, ChecksumError: its books are damaged, or the file of its samples missing or of another length.
         """
-        path, lock, found = self.locked(version)
-        try:
-            return BufferSnapshot(path, lock, found)
-        except BaseException:
-            lock.close()
-            raise
+        return self.opened(version, BufferSnapshot)
 
 
-class BufferSnapshot:
-    """One version, immutable. It is not deleted as long as this is open (`close`, or a `with` block). For one thread.
+class BufferSnapshot(OpenVersion):
+    """One version, immutable. For one thread.
 
     Attributes:
         books: See `Books`.
@@ -148,13 +143,3 @@ class BufferSnapshot:
             return thaw(raw[: parcel.columns], raw[parcel.columns :])
         except CorruptBlockError as e:
             raise CorruptBlockError(f"{where}, parcel {name}: {e}") from e
-
-    def close(self) -> None:
-        """It may be deleted from now on."""
-        self._lock.close()
-
-    def __enter__(self) -> BufferSnapshot:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -18,12 +18,12 @@ from mooncake_ray.weights.meta import ITEMSIZE
 from mooncake_ray.weights.placement import Fragment
 from mooncake_ray.weights.shard import Shard
 from mooncake_ray.weights.stored import Loaded, Stored, buffer_name, fragments, stretch
-from mooncake_ray.weights.versions import version_name
+from mooncake_ray.weights.versions import OpenVersion, version_name
 
 __all__ = ["FetchedSnapshot", "Snapshot", "SnapshotSource"]
 
 
-class Snapshot(Stored):
+class Snapshot(Stored, OpenVersion):
     """One version, immutable. A `Shard`: its fragments are the regions in its files, its buffers those files, mapped.
 
     It is not deleted as long as this is open (`close`, or a `with` block; garbage collection closes it, too), and may be read by any number of
@@ -77,16 +77,6 @@ class Snapshot(Stored):
     def in_place(self) -> bool:
         """Whether this, while it is open, is what there is at its path. Somebody may have deleted it all the same, and written another."""
         return self._lock.holds(self.path)
-
-    def close(self) -> None:
-        """It may be deleted from now on."""
-        self._lock.close()
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class FetchedSnapshot(Stored):

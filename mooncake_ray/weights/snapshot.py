@@ -88,9 +88,4 @@ class SnapshotStore(Versions):
             SnapshotNotFoundError: it is not there.
             CorruptBlockError, ChecksumError: its manifest is damaged, or a file of it missing or of another length.
         """
-        path, lock, found = self.locked(version)
-        try:
-            return Snapshot(path, lock, found)
-        except BaseException:
-            lock.close()
-            raise
+        return self.opened(version, Snapshot)

@@ -15,15 +15,18 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self, TypeVar
 
 from mooncake_ray.errors import ConfigError, SnapshotError, SnapshotNotFoundError, StaleVersionError
 from mooncake_ray.weights.files import Files, Lock
 
-__all__ = ["NAME", "Versions", "begun", "named", "unfinished_name", "version_name"]
+__all__ = ["NAME", "OpenVersion", "Versions", "begun", "named", "unfinished_name", "version_name"]
 
 logger = logging.getLogger("mooncake_ray")
+
+T = TypeVar("T")
 
 NAME = re.compile(r"[\w.-]+$")
 _VERSION = re.compile(r"version-(\d{8,})$")
@@ -62,6 +65,23 @@ def named(files: Files, path: Path, version: int) -> None:
             raise StaleVersionError(f"there is a snapshot of version {version} already in {path.parent}") from e
         raise
     files.sync_directory(path.parent)
+
+
+class OpenVersion:
+    """One version, which is not deleted as long as this is open (`close`, or a `with` block; garbage collection closes it, too)."""
+
+    path: Path
+    _lock: Lock
+
+    def close(self) -> None:
+        """It may be deleted from now on."""
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Versions:
@@ -107,6 +127,15 @@ class Versions:
             if time.monotonic() > end:
                 raise SnapshotError(f"{path} has been locked for {_OPEN_S:g} s by a process that deletes it, and has not")
             time.sleep(0.005)
+
+    def opened(self, version: int | None, kind: Callable[[Path, Lock, int], T]) -> T:
+        """What `kind` makes of a directory as `locked` gives it; if it raises, the directory is let go. Raises as both."""
+        path, lock, found = self.locked(version)
+        try:
+            return kind(path, lock, found)
+        except BaseException:
+            lock.close()
+            raise
 
     def pin(self, version: int, name: str) -> None:
         """Keeps a version until `unpin`, beyond the end of this process. Raises SnapshotNotFoundError."""
